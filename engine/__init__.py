@@ -1,0 +1,1 @@
+"""The real clock: tensors and Triton kernels that carry out what the scheduler plans."""

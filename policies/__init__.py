@@ -1,0 +1,1 @@
+"""What runs next: the mechanism (`policies.core`) and the decisions that steer it."""
