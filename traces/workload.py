@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 
@@ -71,18 +72,27 @@ class Workload:
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self.requests)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
-        """SHA-256 over the canonical form of every request: equal workloads have equal hashes on any machine."""
-        digest = hashlib.sha256()
-        digest.update(f"llm-trace/1 block_size={self.meta.block_size}\n".encode())
+        """SHA-256 over the canonical form of every request: equal workloads have equal hashes on any machine.
+
+        The form is a line with the block size, then the lines of the `llm-trace/1` file.
+        """
+        digest = hashlib.sha256(f"llm-trace/1 block_size={self.meta.block_size}\n".encode())
         for request in self.requests:
-            digest.update(json.dumps(request_to_json(request), separators=(",", ":")).encode())
-            digest.update(b"\n")
+            digest.update(request_to_line(request).encode())
         return digest.hexdigest()
 
 
 REQUEST_FIELDS = tuple(f.name for f in fields(TraceRequest))
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def request_to_line(request: TraceRequest) -> str:
+    """The request as its line of an `llm-trace/1` file, newline included."""
+    return _encode(request_to_json(request)) + "\n"
 
 
 def request_to_json(request: TraceRequest) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""The project's own format `llm-trace/1`: JSON Lines of `TraceRequest` fields and NAME.meta.json beside them."""
+
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from traces.blocks import BlockChains
+from traces.formats.cells import BadRowError, block_ids, ids, length, number, shown, text, whole
+from traces.formats.layout import Format, Record, Row
+from traces.formats.source import trace_name
+from traces.workload import REQUEST_FIELDS, TraceError, Workload, WorkloadMeta, request_to_line
+
+SCHEMA = "llm-trace/1"
+META_FIELDS = tuple(f.name for f in fields(WorkloadMeta))
+
+
+def _optional_length(name: str, value: Any) -> int | None:
+    return None if value is None else length(name, value)
+
+
+def _optional_count(name: str, value: Any) -> int | None:
+    return None if value is None else whole(name, value, 0, 2**31 - 1)
+
+
+def _optional_number(name: str, value: Any) -> float | None:
+    return None if value is None else number(name, value)
+
+
+def _optional_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    return None if value is None else ids(name, value)
+
+
+def _priority(name: str, value: Any) -> int:
+    return whole(name, value, -(2**31), 2**31 - 1)
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "id": text,
+    "prompt_tokens": length,
+    "output_tokens": _optional_length,
+    "arrival_s": _optional_number,
+    "max_tokens": _optional_length,
+    "prefix_ids": _optional_ids,
+    "prompt_ids": _optional_ids,
+    "output_ids": _optional_ids,
+    "session": text,
+    "turn": _optional_count,
+    "parent": text,
+    "think_s": _optional_number,
+    "priority": _priority,
+    "cls": text,
+    "model": text,
+    "reasoning_tokens": _optional_count,
+    "source_e2e_s": _optional_number,
+    "status": text,
+}
+
+
+def meta_path(path: Path) -> Path:
+    """Where the metadata of the trace at `path` lies: NAME.meta.json beside it."""
+    return path.with_name(trace_name(path) + ".meta.json")
+
+
+def _check_meta(path: Path, found: dict[str, Any]) -> None:
+    unknown = sorted(found.keys() - set(META_FIELDS) - {"schema"})
+    if unknown:
+        raise TraceError(f"{path}: unknown field {unknown[0]!r}; known are {', '.join(META_FIELDS)}")
+    if found.get("schema", SCHEMA) != SCHEMA:
+        raise TraceError(f"{path}: schema is {found['schema']!r}, must be {SCHEMA!r}")
+    dropped = found.get("dropped", {})
+    if not isinstance(dropped, dict) or not all(type(n) is int and n >= 0 for n in dropped.values()):
+        raise TraceError(f"{path}: dropped is {shown(dropped)}, must be counts by reason")
+    for name in ("rows_read", "rows_kept"):
+        if type(found.get(name, 0)) is not int or found.get(name, 0) < 0:
+            raise TraceError(f"{path}: {name} is {shown(found[name])}, must be a whole number >= 0")
+    if found.get("rows_read", 0) != found.get("rows_kept", 0) + sum(dropped.values()):
+        raise TraceError(
+            f"{path}: rows do not add up: rows_read {found.get('rows_read', 0)} is not rows_kept "
+            f"{found.get('rows_kept', 0)} + dropped {sum(dropped.values())}"
+        )
+    block_size = found.get("block_size")
+    if block_size is not None and not (type(block_size) is int and block_size >= 1):
+        raise TraceError(f"{path}: block_size is {shown(block_size)}, must be a whole number >= 1")
+    for name, choices in (("block_id_kind", ("chained", "content")), ("last_block", ("partial", "full"))):
+        if found.get(name) not in {None, *choices}:
+            raise TraceError(f"{path}: {name} is {shown(found[name])}, must be one of {', '.join(choices)}")
+    resolution = found.get("arrival_resolution_s")
+    if resolution is not None and not (type(resolution) in {int, float} and 0 < resolution < float("inf")):
+        raise TraceError(f"{path}: arrival_resolution_s is {shown(resolution)}, must be a number above 0")
+    modifications = found.get("modifications", [])
+    if not isinstance(modifications, list) or not all(isinstance(m, str) for m in modifications):
+        raise TraceError(f"{path}: modifications is {shown(modifications)}, must be a list of strings")
+    for name in ("name", "source", "licence", "sha256"):
+        if not isinstance(found.get(name, ""), str):
+            raise TraceError(f"{path}: {name} is {shown(found[name])}, must be a string")
+
+
+def read_meta(path: Path) -> WorkloadMeta | None:
+    """The metadata beside the trace at `path`, or None where there is none. Unknown or wrong fields are errors."""
+    file = meta_path(path)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise TraceError(f"{file}: must hold one JSON object")
+    _check_meta(file, found)
+    values = {name: value for name, value in found.items() if name != "schema"}
+    values["modifications"] = tuple(values.get("modifications", ()))
+    return WorkloadMeta(**{"name": trace_name(path), **values})
+
+
+class _NativeReader:
+    """Checks every field; content ids are chained. The first row says whether the trace is timed or all at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._meta = read_meta(path) or WorkloadMeta(name=trace_name(path))
+        self._chains = BlockChains() if self._meta.block_id_kind == "content" else None
+        self._timed: bool | None = None
+
+    def __call__(self, record: Record) -> Row:
+        row: Row = {}
+        for name, value in record.items():
+            check = CHECKS.get(name)
+            if check is None:
+                known = ", ".join(REQUEST_FIELDS)
+                raise BadRowError(f"unknown field {name!r}", f"unknown field {name!r}; known are {known}")
+            checked = check(name, value)
+            if checked is not None:
+                row[name] = checked
+        if "id" not in row:
+            raise BadRowError("id is empty")
+        self._check_time("arrival_s" in row)
+        for name, tokens in (("prompt_ids", "prompt_tokens"), ("output_ids", "output_tokens")):
+            if name in row and len(row[name]) != row.get(tokens):
+                raise BadRowError(
+                    f"{name} do not match {tokens}", f"{name} holds {len(row[name])} ids, {tokens} is {row.get(tokens)}"
+                )
+        if "prefix_ids" in row:
+            row["prefix_ids"] = self._prefix(row["prefix_ids"], row["prompt_tokens"])
+        return row
+
+    def _check_time(self, timed: bool) -> None:
+        if self._timed is None:
+            self._timed = timed
+        if timed != self._timed:
+            expected = "a time as in the rows before" if self._timed else "null as in the rows before"
+            raise BadRowError("arrival_s mixes times and null", f"arrival_s must be {expected}")
+
+    def _prefix(self, found: tuple[int, ...], prompt_tokens: int) -> tuple[int, ...]:
+        meta = self._meta
+        if meta.block_size is None or meta.block_id_kind is None or meta.last_block is None:
+            raise BadRowError(
+                "prefix_ids without block size",
+                "prefix_ids need block_size, block_id_kind and last_block in NAME.meta.json",
+            )
+        if meta.last_block == "partial":
+            block_ids("prefix_ids", list(found), prompt_tokens, meta.block_size)
+        elif len(found) != prompt_tokens // meta.block_size:
+            raise BadRowError(
+                "prefix_ids do not match the prompt's length",
+                f"prefix_ids holds {len(found)} ids, must be {prompt_tokens // meta.block_size} for the full blocks of "
+                f"{prompt_tokens} tokens in blocks of {meta.block_size}",
+            )
+        return found if self._chains is None else self._chains.chain(found)
+
+
+NATIVE = Format(
+    name="native",
+    what=f"{SCHEMA} (JSON Lines + NAME.meta.json)",
+    layout="jsonl",
+    required=("id", "arrival_s", "prompt_tokens"),
+    begin=_NativeReader,
+    ticks=False,
+)
+
+
+@contextmanager
+def text_output(path: Path) -> Iterator[io.TextIOBase]:
+    """A text file to write, gzipped when named `.gz` (same text, same bytes); it appears only once it is whole."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with temporary.open("wb") as raw:
+            data = gzip.GzipFile("", "wb", 6, raw, mtime=0) if path.name.endswith(".gz") else raw
+            with io.TextIOWrapper(data, encoding="utf-8", newline="\n") as lines:
+                yield lines
+        temporary.replace(path)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_native(workload: Workload, path: Path | str) -> None:
+    """Write NAME.jsonl (or .jsonl.gz) and NAME.meta.json; reading them back gives an equal workload."""
+    path = Path(path)
+    with text_output(path) as lines:
+        lines.writelines(map(request_to_line, workload))
+    with text_output(meta_path(path)) as file:
+        file.write(json.dumps({"schema": SCHEMA, **asdict(workload.meta)}, indent=2) + "\n")
