@@ -96,6 +96,7 @@ def model_from_config(path: Path | str) -> Model:
 
 
 def _unknown(kind: str, name: str, choices: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.5)
+    longer = [choice for choice in choices if name and choice.startswith(name.lower())]
+    near = longer or difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.5)
     hint = f" did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}:{hint} choices: {', '.join(choices)}"

@@ -84,12 +84,14 @@ def _refuse_unmodelled(config: Mapping[str, Any], path: Path) -> None:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise SimError(f"{path}: quantised weights ({method}) are not modelled, only {', '.join(DTYPE_BYTES)}")
-    other = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+    kinds = config.get("layer_types") or []
+    other = sorted({str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])} - {"full_attention"})
     if other:
         raise SimError(f"{path}: layers of type {', '.join(other)} are not modelled, only full_attention")
     window = config.get("sliding_window")
     positions = config.get("max_position_embeddings")
-    if window is not None and config.get("use_sliding_window", True) and (positions is None or window < positions):
+    reaches_all = isinstance(window, int) and isinstance(positions, int) and window >= positions
+    if window is not None and config.get("use_sliding_window", True) and not reaches_all:
         raise SimError(f"{path}: sliding_window={window} is not modelled, only full attention")
 
 
@@ -120,6 +122,6 @@ def _head_dim(config: Mapping[str, Any], architecture: str, hidden: int, num_que
 
 def _dtype_bytes(config: Mapping[str, Any], path: Path) -> int:
     dtype = config.get("dtype", config.get("torch_dtype")) or "bfloat16"  # what the engine serves in
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise SimError(f"{path}: dtype {dtype!r} is not modelled; choices: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]

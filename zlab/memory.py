@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -45,7 +45,7 @@ def memory(
         "concurrent_compressions": concurrent_compressions,
         "global_scores": global_scores,
     }
-    given = {key: value for key, value in compression.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in compression.items() if value is not None}
     try:
         settings = MemorySettings(
             block_size=block_size,
