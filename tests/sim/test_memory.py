@@ -107,6 +107,16 @@ def test_what_does_not_fit_names_every_term() -> None:
     assert "one KV block of 256 tokens takes 41,943,040" in message
 
 
+def test_a_pool_of_exactly_one_block_fits_and_one_byte_less_does_not() -> None:
+    settings = MemorySettings(utilisation=1.0, max_batched_tokens=1, max_running=1, reserve_bytes=0)
+    fixed = QWEN3_8B.weight_bytes + activation_bytes(QWEN3_8B, 1, 1)
+    card = replace(H200, memory_bytes=fixed + 256 * 147_456)
+    plan = plan_memory(card, QWEN3_8B, settings)
+    assert (plan.num_blocks, plan.unused_bytes) == (1, 0)
+    with pytest.raises(MemoryPlanError, match="leaves 37,748,735"):
+        plan_memory(replace(card, memory_bytes=card.memory_bytes - 1), QWEN3_8B, settings)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
