@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Literal
 
 from traces.formats.azure import AZURE
+from traces.formats.bailian import BAILIAN, SERVEGEN_OFFLINE
 from traces.formats.bench import BENCH
+from traces.formats.burstgpt import BURSTGPT
 from traces.formats.cells import BadRowError, shown
 from traces.formats.layout import Format
+from traces.formats.mooncake import MOONCAKE
 from traces.formats.native import NATIVE
 from traces.formats.source import json_object, numbered_lines, split_cells
 from traces.workload import TraceError
 
-FORMATS: dict[str, Format] = {f.name: f for f in (NATIVE, AZURE, BENCH)}
+FORMATS: dict[str, Format] = {f.name: f for f in (NATIVE, AZURE, BURSTGPT, MOONCAKE, BAILIAN, SERVEGEN_OFFLINE, BENCH)}
 SNIFFED_LINES = 20
 """Lines looked at to tell a JSON Lines format: the first rows may be bad ones."""
 
