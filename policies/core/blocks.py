@@ -1,0 +1,155 @@
+"""The block pool: who holds which block, and which block is reused next."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from policies.core.prefix import Content, PrefixEntry, PrefixIndex
+
+
+class BlockState(IntEnum):
+    """What a block is at one moment; codes are those of a recording."""
+
+    FREE = 0  # no owner, content of no use
+    OWNED = 1  # one owner
+    SHARED = 2  # several owners, read only
+    CACHED = 3  # no owner, content still matchable
+    TARGET = 4  # a running compression writes to it
+    HELD = 5  # given up, but an unfinished copy still reads it
+
+
+class BlockPool:
+    """Reference counts and reuse order of `num_blocks` blocks.
+
+    Unowned blocks stand in one line, reused from its head: least recently used first. A block whose content is still
+    matchable keeps it until it is reused. `num_free` counts every unowned block, `num_cached` those with content.
+    """
+
+    __slots__ = (
+        "_line",
+        "_stale",
+        "entries",
+        "held",
+        "num_blocks",
+        "num_cached",
+        "num_free",
+        "num_shared_extra",
+        "refs",
+        "targets",
+    )
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_cached = 0
+        self.num_shared_extra = 0  # sum of (references - 1) over owned blocks
+        self.refs = [0] * num_blocks
+        self.entries: list[PrefixEntry | None] = [None] * num_blocks  # what a block's content can be matched as
+        self.targets: set[int] = set()
+        self.held: set[int] = set()
+        self._line: deque[int] = deque(range(num_blocks))
+        self._stale: dict[int, int] = {}  # block -> places in the line that no longer count (it was matched meanwhile)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one owner."""
+        return self.num_blocks - self.num_free
+
+    def take(self) -> int:
+        """Give the next reusable block to one owner; its old content is forgotten. The caller checked `num_free`."""
+        block = self._line.popleft()
+        while self._stale and block in self._stale:
+            self._drop_stale(block)
+            block = self._line.popleft()
+        self.num_free -= 1
+        self.refs[block] = 1
+        if self.entries[block] is not None:
+            self.num_cached -= 1
+            self.forget(block)
+        return block
+
+    def take_many(self, count: int) -> list[int]:
+        """Give the next `count` reusable blocks to one owner each, in reuse order."""
+        return [self.take() for _ in range(count)]
+
+    def retain(self, block: int) -> None:
+        """Add an owner to a block whose content was matched."""
+        if self.refs[block]:
+            self.num_shared_extra += 1
+        else:
+            self._stale[block] = self._stale.get(block, 0) + 1
+            self.num_free -= 1
+            self.num_cached -= 1
+        self.refs[block] += 1
+
+    def release(self, block: int) -> BlockState:
+        """Take one owner away; returns what the block is now.
+
+        An unowned block goes to the tail of the reuse line. Freeing a block that nobody owns is a bug of the caller.
+        """
+        refs = self.refs[block]
+        assert refs > 0, f"block {block} has no owner and cannot be freed"
+        self.refs[block] = refs - 1
+        if refs > 1:
+            self.num_shared_extra -= 1
+            return BlockState.SHARED if refs > 2 else BlockState.OWNED
+        self._line.append(block)
+        self.num_free += 1
+        if self.entries[block] is not None:
+            self.num_cached += 1
+            return BlockState.CACHED
+        return BlockState.FREE
+
+    def release_private(self, blocks: Sequence[int]) -> None:
+        """Free blocks that one owner holds alone and whose content nobody can match, in the order given."""
+        refs = self.refs
+        for block in blocks:
+            assert refs[block] == 1, f"block {block} has {refs[block]} owners and cannot be freed as private"
+            refs[block] = 0
+        self._line.extend(blocks)
+        self.num_free += len(blocks)
+
+    def register(
+        self, index: PrefixIndex, parent: PrefixEntry | None, content: Content, block: int, private: bool = False
+    ) -> PrefixEntry:
+        """Make an owned block's content matchable as `content` after `parent`; an older copy is no longer found."""
+        entry, older = index.register(parent, content, block, private)
+        if older is not None and older != block:
+            self.entries[older] = None
+            if not self.refs[older]:
+                self.num_cached -= 1
+        self.entries[block] = entry
+        return entry
+
+    def forget(self, block: int) -> None:
+        """Make a block's content unmatchable: it is about to be overwritten. No effect on one without an entry."""
+        entry = self.entries[block]
+        if entry is not None:
+            entry.index.remove(entry)
+            self.entries[block] = None
+
+    def state(self, block: int) -> BlockState:
+        """What the block is now."""
+        if block in self.held:
+            return BlockState.HELD
+        if block in self.targets:
+            return BlockState.TARGET
+        if self.refs[block]:
+            return BlockState.SHARED if self.refs[block] > 1 else BlockState.OWNED
+        return BlockState.FREE if self.entries[block] is None else BlockState.CACHED
+
+    def shared(self, blocks: Iterable[int]) -> int:
+        """How many leading blocks of a table have another owner too."""
+        count = 0
+        for block in blocks:
+            if self.refs[block] < 2:
+                break
+            count += 1
+        return count
+
+    def _drop_stale(self, block: int) -> None:
+        left = self._stale[block] - 1
+        if left:
+            self._stale[block] = left
+        else:
+            del self._stale[block]

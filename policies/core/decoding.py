@@ -1,0 +1,175 @@
+"""The decoding set and its calendar: a step costs as much as there is to decide in it.
+
+Every decode step adds one token to each member. Nobody counts them one by one: a member's counts are those at its
+anchor plus the steps since, and the calendar says in which step a member needs a block, meets its observation window,
+must be compressed, or ends. Steps in between need no decision; `advance` takes them at once.
+"""
+
+from heapq import heappop, heappush
+
+from policies.core.blocks import BlockPool
+from policies.core.events import Journal, Kind
+from policies.core.request import Phase, Request
+
+
+class Decoding:
+    """Members decode one token a step. `tick` counts decode steps; all tick arguments are values of it."""
+
+    __slots__ = (
+        "_block_size",
+        "_due",
+        "_floor",
+        "_growth",
+        "_heap",
+        "_window_start",
+        "context_tokens",
+        "num_requests",
+        "tick",
+    )
+
+    def __init__(self, block_size: int, floor: int | None, window: int) -> None:
+        """`floor`: table length from which growth is a decision of the budget (None: never); `window`: w, in tokens."""
+        self._block_size = block_size
+        self._floor = floor
+        self._window_start = block_size - window  # tokens the last block may hold without a slot
+        self._growth: dict[int, list[Request]] = {}
+        self._due: dict[int, list[Request]] = {}
+        self._heap: list[int] = []  # ticks that have (or had) a due list
+        self.tick = 0
+        self.num_requests = 0
+        self.context_tokens = 0  # cache positions the members read in the next decode step
+
+    def settle(self, request: Request) -> None:
+        """Write down the tokens since the anchor."""
+        steps = self.tick - request.anchor
+        request.cache_tokens += steps
+        request.generated += steps
+        request.anchor = self.tick
+
+    def tokens(self, request: Request) -> tuple[int, int]:
+        """(cache positions in use, output tokens) of a request now, member or not."""
+        steps = self.tick - request.anchor if request.phase is Phase.DECODE else 0
+        return request.cache_tokens + steps, request.generated + steps
+
+    def add(self, request: Request) -> None:
+        """Take in a request whose counts hold now; it is part of the next decode step."""
+        request.anchor = self.tick
+        self.num_requests += 1
+        self.context_tokens += request.cache_tokens
+        self.schedule(request)
+
+    def drop(self, request: Request) -> None:
+        """Let a member go, its counts settled."""
+        self.settle(request)
+        self.num_requests -= 1
+        self.context_tokens -= request.cache_tokens
+        request.due_tick = request.grow_tick = -1
+
+    def schedule(self, request: Request) -> None:
+        """Enter a settled member's next events in the calendar; older entries of it no longer count."""
+        size, held, tick = self._block_size, len(request.table), self.tick
+        due = tick + request.target_tokens - request.generated - 1  # the step that gives its last token
+        full = tick + held * size + 1 - request.cache_tokens  # the step that needs one more block
+        if self._floor is None or held < self._floor:
+            request.grow_tick = full
+            if full <= due:
+                self._growth.setdefault(full, []).append(request)
+        else:
+            request.grow_tick = -1
+            due = min(due, full)
+            if request.slot < 0 and request.missed_window != held:
+                due = min(due, tick + (held - 1) * size + self._window_start + 1 - request.cache_tokens)
+        due = max(due, tick)
+        request.due_tick = due
+        entries = self._due.get(due)
+        if entries is None:
+            self._due[due] = [request]
+            heappush(self._heap, due)
+        else:
+            entries.append(request)
+
+    def take_growing(self) -> list[Request]:
+        """Members that need a block in the next decode step; they are handed out once."""
+        tick = self.tick
+        return [request for request in self._growth.pop(tick, ()) if request.grow_tick == tick]
+
+    def take_due(self, tick: int) -> list[Request]:
+        """Members with something to decide in the decode step `tick`; they are handed out once."""
+        return [request for request in self._due.pop(tick, ()) if request.due_tick == tick]
+
+    def next_due(self) -> int | None:
+        """The first decode step in which something must be decided, or None without members."""
+        heap, due = self._heap, self._due
+        while heap:
+            tick = heap[0]
+            if tick in due:
+                if any(request.due_tick == tick for request in due[tick]):
+                    return tick
+                del due[tick]
+            heappop(heap)
+        return None
+
+    def step(self) -> None:
+        """One decode step has been carried out."""
+        self.tick += 1
+        self.context_tokens += self.num_requests
+
+    def advance(self, num_steps: int, pool: BlockPool, journal: Journal) -> list[tuple[int, int]]:
+        """Take up to `num_steps` decode steps that need no decision; returns (free, cached) blocks in each.
+
+        Stops early before a step in which blocks would run out, or in which something new has fallen due.
+        """
+        blocks: list[tuple[int, int]] = []
+        now_free = (pool.num_free, pool.num_cached)
+        growth, start = self._growth, self.tick
+        last = start + num_steps
+        while self.tick < last:
+            tick = self.tick
+            requests = growth.get(tick)
+            if requests is not None:
+                if len(requests) > pool.num_free:
+                    break
+                del growth[tick]
+                last = self._grow_all(requests, pool, journal, last)
+                now_free = (pool.num_free, pool.num_cached)
+            blocks.append(now_free)
+            journal.step += 1
+            self.tick = tick + 1
+        self.context_tokens += self.num_requests * (self.tick - start)
+        return blocks
+
+    def _grow_all(self, requests: list[Request], pool: BlockPool, journal: Journal, last: int) -> int:
+        """One fresh block for each valid entry, in running order; returns the tick before which to stop."""
+        tick, size, floor, growth = self.tick, self._block_size, self._floor, self._growth
+        next_tick = tick + size
+        later: list[Request] = []
+        rows, blocks, step = journal.rows, journal.blocks, journal.step
+        if len(requests) > 1:
+            requests.sort(key=_line)
+        for request in requests:
+            if request.grow_tick != tick:
+                continue
+            block = pool.take()
+            table = request.table
+            table.append(block)
+            rows += (step, Kind.GREW, request.number, 0, 1)
+            blocks.append(block)
+            if floor is not None and len(table) >= floor:
+                self.settle(request)
+                self.schedule(request)
+                last = min(last, request.due_tick)
+            else:
+                request.grow_tick = next_tick
+                if next_tick <= request.due_tick:
+                    later.append(request)
+        if later:
+            known = growth.get(next_tick)
+            if known is None:
+                growth[next_tick] = later
+            else:
+                known += later
+        return last
+
+
+def _line(request: Request) -> int:
+    return request.line

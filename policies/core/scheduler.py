@@ -1,0 +1,329 @@
+"""The scheduler: plan a step, be told how it went, plan the next."""
+
+from collections.abc import Iterator
+
+from policies.core.admitting import plan_prefill
+from policies.core.errors import DuplicateRequestError, StuckError, UnknownRequestError
+from policies.core.events import Kind, Reason, Sink
+from policies.core.giving_way import finish_nswap_in, finish_nswap_out
+from policies.core.intake import admissible, make_request
+from policies.core.limits import Limits
+from policies.core.plan import NOTHING, Outcome, PrefillChunk, StepPlan
+from policies.core.policy import Join, NeedsSlot, Policy
+from policies.core.prefix import PrefixIndex
+from policies.core.request import Phase, Request, Status
+from policies.core.room import abandon_compression, join_compression, make_room
+from policies.core.sharing import forget_own, register_prompt
+from policies.core.state import State
+from traces.workload import TraceRequest
+
+
+class Scheduler:
+    """Decides what every step does; owns requests, blocks and slots; has no clock.
+
+    A driver calls, on one thread and in this order: any number of `submit` and `abort`, then `plan`, carries the plan
+    out, `commit`; and again. Times are whole nanoseconds and only noted down. The same calls give the same plans on any
+    machine; `digest` proves it.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        sink: Sink | None = None,
+        index: PrefixIndex | None = None,
+        prefix_block_size: int | None = None,
+    ) -> None:
+        """Raise ConfigError when policy and limits cannot work together.
+
+        `sink` receives the journal's rows in large pieces; `index` is used instead of a fresh prefix index;
+        `prefix_block_size` is the number of prompt tokens a prefix id of the workload stands for.
+        """
+        self.state = State(policy, limits, sink, index)
+        self._prefix_block_size = prefix_block_size
+        self._ids: dict[str, Request] = {}
+        self._ending: list[Request] = []
+        self._last_num_decodes = 0
+        self._next_number = 0
+        self._compressed: set[int] = set()
+        self.next_step = 0
+
+    # requests come and go
+
+    def submit(self, trace_request: TraceRequest, now_ns: int, arrival_ns: int | None = None) -> Request:
+        """Take a request in; one that can never be served is refused at once, with the reason in its `message`.
+
+        Raises DuplicateRequestError while another request of the same id lives.
+        """
+        if trace_request.id in self._ids:
+            raise DuplicateRequestError(f"request id {trace_request.id!r} is still alive")
+        state = self._at(now_ns)
+        request = make_request(
+            trace_request,
+            self._next_number,
+            now_ns if arrival_ns is None else arrival_ns,
+            state.limits,
+            self._prefix_block_size,
+        )
+        self._next_number += 1
+        request.arrival_nstep = self.next_step
+        state.journal.emit(Kind.ARRIVED, request.number, request.prompt_tokens)
+        refusal = admissible(state, request, trace_request)
+        if refusal is not None:
+            request.status, request.reason, request.message = Status.REFUSED, refusal[0], refusal[1]
+            request.phase, request.finish_ns = Phase.DONE, now_ns
+            state.journal.emit(Kind.REFUSED, request.number, refusal[0])
+            return request
+        self._ids[request.id] = request
+        state.requests[request.number] = request
+        state.waiting.push(request, state.policy.order.key(request, state.history))
+        state.admission_due = True
+        return request
+
+    def abort(self, id: str, now_ns: int) -> Request:
+        """End a request; what a copy in flight uses is given back when it has finished. Raises UnknownRequestError."""
+        request = self._ids.get(id)
+        if request is None:
+            raise UnknownRequestError(f"no living request has the id {id!r}")
+        self._at(now_ns)
+        self._end(request, Status.ABORTED)
+        return request
+
+    def live(self) -> Iterator[Request]:
+        """Every request that has not ended, in submission order."""
+        return iter(self.state.requests.values())
+
+    # steps
+
+    def plan(self, now_ns: int) -> StepPlan | None:
+        """Decide the next step; None when there is nothing to do until something arrives or a copy finishes.
+
+        Raises StuckError when work waits that nothing could ever set going.
+        """
+        state = self._at(now_ns)
+        state.journal.flush_when_large()
+        plan = StepPlan(self.next_step)
+        state.preempted_in_step.clear()
+        self._join(plan)
+        self._decide(plan)
+        while plan.empty and state.preempted_in_step:
+            state.preempted_in_step.clear()  # everyone gave way and nothing runs: whoever fits now may start at once
+            self._decide(plan)
+        if plan.empty:
+            self._watch()
+            return None
+        if plan.num_decodes != self._last_num_decodes:
+            self._last_num_decodes = plan.num_decodes
+            state.journal.emit(Kind.DECODES, -1, plan.num_decodes)
+        return plan
+
+    def commit(self, plan: StepPlan, now_ns: int, outcome: Outcome = NOTHING) -> None:
+        """The step has been carried out, ending at `now`: tokens are appended, requests end, blocks come back."""
+        state = self._at(now_ns)
+        if plan.num_decodes:
+            tick = state.decoding.tick
+            state.decoding.step()
+            ending = {request.line: request for request in state.decoding.take_due(tick)}
+            for line in sorted(ending):
+                self._finish(ending[line])
+        for chunk in plan.prefills:
+            self._commit_chunk(chunk)
+        for number in outcome.stopped:
+            if number in state.requests:
+                self._finish(state.requests[number], Reason.STOP)
+        for number, message in outcome.failed.items():
+            if number in state.requests:
+                self._end(state.requests[number], Status.FAILED, message)
+        self._compressed.update(outcome.compressed)
+        self.next_step += 1
+        state.journal.step = self.next_step
+
+    def quiet_steps(self) -> int:
+        """How many steps from now on only decode, with nothing to decide but which free block comes next."""
+        state = self.state
+        if state.prefilling or state.swapping or (state.slots_due and self.state.slots.needed is NeedsSlot.AT_WINDOW):
+            return 0
+        if state.compressing and state.policy.compression.join is not Join.WHEN_DONE:
+            return 0
+        if state.admission_due and len(state.waiting):
+            return 0
+        if state.room_due and (state.stalled or state.paused):
+            return 0
+        if state.decoding.num_requests != self._last_num_decodes:
+            return 0
+        due = state.decoding.next_due()
+        return 0 if due is None or self._compressed else due - state.decoding.tick
+
+    def advance(self, num_steps: int) -> list[tuple[int, int]]:
+        """Plan and commit up to `num_steps` (at most `quiet_steps`) at once; returns (free, cached) blocks in each.
+
+        It may stop early; what it did is the same, row for row, as that many calls of `plan` and `commit`.
+        """
+        state = self.state
+        blocks = state.decoding.advance(num_steps, state.pool, state.journal)
+        self.next_step = state.journal.step
+        return blocks
+
+    def digest(self) -> str:
+        """SHA-256 of all decisions so far."""
+        return self.state.journal.digest()
+
+    # inside a step
+
+    def _at(self, now_ns: int) -> State:
+        assert now_ns >= self.state.now_ns, f"time ran backwards: {now_ns} after {self.state.now_ns}"
+        self.state.now_ns = now_ns
+        return self.state
+
+    def _decide(self, plan: StepPlan) -> None:
+        state = self.state
+        if state.policy.batching.prefill_alone:
+            plan_prefill(state, plan, state.limits.max_batched_tokens)
+            if not plan.prefills:
+                self._plan_decodes(plan)
+        else:
+            self._plan_decodes(plan)
+            plan_prefill(state, plan, state.limits.max_batched_tokens - plan.num_decodes)
+        for request in state.preempted_in_step:
+            if not request.in_flight:
+                self._requeue(request)
+
+    def _join(self, plan: StepPlan) -> None:
+        """Apply what has finished elsewhere: swaps always, compressions as the join rule says."""
+        state = self.state
+        when_done = state.policy.compression.join is Join.WHEN_DONE
+        for task in list(state.compressing):
+            if when_done and task.request.number not in self._compressed:
+                continue
+            self._compressed.discard(task.request.number)
+            if task.request.to_abort:
+                abandon_compression(state, task)
+                self._end_in_flight(task.request)
+            else:
+                join_compression(state, plan, task)
+        swaps, state.swapping = state.swapping, []
+        for swap in swaps:
+            request = swap.request
+            (finish_nswap_out if swap.out else finish_nswap_in)(state, request)
+            if request.to_abort:
+                self._end_in_flight(request)
+            elif swap.out:
+                self._requeue(request)
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        state = self.state
+        decoding = state.decoding
+        state.room_due = False
+        if state.slots_due:
+            self._hand_out_slots()
+        due = decoding.take_due(decoding.tick) + decoding.take_growing()
+        if state.stalled or state.paused:
+            due += state.stalled.values()
+            room = state.limits.max_running - decoding.num_requests
+            due += list(state.paused.values())[: max(room, 0)]
+        if len(due) > 1:
+            due.sort(key=lambda request: request.line)
+        for request in due:
+            if request.line >= 0 and not request.in_flight and request.phase is not Phase.PREFILL:
+                make_room(state, plan, request)
+        plan.num_decodes = decoding.num_requests
+        plan.context_tokens = decoding.context_tokens
+
+    def _hand_out_slots(self) -> None:
+        """Free slots go to running requests without one: nearest to the window first, or along the line."""
+        state = self.state
+        state.slots_due = False
+        if state.slots.needed is not NeedsSlot.AT_WINDOW or not state.slots.num_free or not state.running:
+            return
+        nearest = state.policy.slots.nearest_first
+        if not nearest and next(reversed(state.running.values())).slot >= 0:
+            return
+        asking = [request for request in state.running.values() if request.slot < 0 and not request.in_flight]
+        if nearest:
+            asking.sort(key=lambda request: (self._to_window(request), request.line))
+        for request in asking:
+            if not state.slots.can_give(len(request.table)):
+                break
+            self._give_slot(request)
+
+    def _give_slot(self, request: Request) -> None:
+        state = self.state
+        state.take_slot(request)
+        if request.phase is Phase.DECODE:
+            state.decoding.settle(request)
+            if self._to_window(request) < 0:
+                request.missed_window = len(request.table)
+            state.decoding.schedule(request)
+
+    def _to_window(self, request: Request) -> int:
+        """Tokens until its observation window begins (negative: it has begun)."""
+        state = self.state
+        tokens = request.prefill_until if request.phase is Phase.PREFILL else state.decoding.tokens(request)[0]
+        blocks = max(len(request.table), state.floor or 0)
+        return blocks * state.limits.block_size - state.policy.compression.window - tokens
+
+    def _commit_chunk(self, chunk: PrefillChunk) -> None:
+        state, request = self.state, chunk.request
+        end = chunk.start + chunk.count
+        request.recomputed_tokens += max(0, min(end, request.high_water) - chunk.start)
+        request.computed_tokens = end
+        state.book_idle(request, end)
+        register_prompt(state, request, end)
+        if not chunk.last:
+            return
+        del state.prefilling[request.line]
+        if request.target_tokens > 0:
+            request.generated += 1
+            if request.first_token_ns < 0:
+                request.first_token_ns = state.now_ns
+        state.journal.emit(Kind.FIRST, request.number, request.generated)
+        if request.generated >= request.target_tokens:
+            self._finish(request)
+        else:
+            request.cache_tokens = end + 1
+            state.start_decoding(request)
+
+    def _finish(self, request: Request, reason: Reason | None = None) -> None:
+        if request.phase is Phase.DECODE:
+            self.state.decoding.settle(request)
+        assert reason is not None or request.generated >= request.target_tokens
+        if reason is None:
+            stopped = request.forced_output_tokens == request.target_tokens and (
+                request.max_tokens is None or request.forced_output_tokens < request.max_tokens
+            )
+            reason = Reason.STOP if stopped else Reason.LENGTH
+        self._end(request, Status.FINISHED, reason=reason)
+
+    def _end(self, request: Request, status: Status, message: str = "", reason: int = 0) -> None:
+        """The terminal event, now or when a copy in flight has finished (the id is free again at once)."""
+        self._ids.pop(request.id, None)
+        if request.in_flight:
+            request.to_abort = True
+            request.status, request.message = status, message
+            return
+        forget_own(self.state, request)
+        self.state.end(request, status, reason, message)
+
+    def _end_in_flight(self, request: Request) -> None:
+        status, request.status = request.status, Status.LIVE
+        forget_own(self.state, request)
+        self.state.end(request, status, 0, request.message)
+
+    def _requeue(self, request: Request) -> None:
+        state = self.state
+        state.waiting.push(request, state.policy.order.key(request, state.history))
+        state.admission_due = True
+
+    def _watch(self) -> None:
+        """Nothing to carry out: fine if nothing waits or a copy is in flight; otherwise nothing ever will."""
+        state = self.state
+        if state.compressing or state.swapping or not state.requests:
+            return
+        waiting = [request.id for request in state.waiting][:5]
+        stalled = [request.id for request in state.stalled.values()][:5]
+        raise StuckError(
+            f"step {self.next_step}: nothing runs and nothing is in flight, but {len(state.waiting)} requests wait "
+            f"({', '.join(waiting)}) and {len(state.stalled)} are stalled ({', '.join(stalled)}); "
+            f"{state.pool.num_free} of {state.limits.num_blocks} blocks and {state.slots.num_free} slots are free "
+            f"under policy {state.policy.name!r}"
+        )

@@ -1,0 +1,78 @@
+"""Query slots: where the queries of an observation window are kept until the compression that needs them."""
+
+from heapq import heapify, heappop, heappush
+
+from policies.core.errors import ConfigError
+from policies.core.limits import Limits
+from policies.core.policy import NeedsSlot, Policy
+
+
+class SlotTable:
+    """`num_slots` slots, the lowest free one handed out first.
+
+    The most blocks slotted requests may ever hold together is kept within the pool, so that they can always go on
+    when everyone else has given way.
+    """
+
+    __slots__ = ("_free", "_num_blocks", "_peaks", "floor", "needed", "num_slots", "total_peak")
+
+    def __init__(self, policy: Policy, limits: Limits) -> None:
+        """Raise ConfigError when the slots and the budget cannot work in this pool."""
+        self.needed = policy.slots.needed
+        self.floor = policy.budget.floor(limits.block_size)
+        self._num_blocks = limits.num_blocks
+        self._check(policy, limits)
+        self.num_slots = 0 if self.needed is NeedsSlot.NEVER else policy.slots.count(limits.num_blocks, self.floor)
+        if self.floor is not None and self.num_slots * self.floor > limits.num_blocks:
+            raise ConfigError(
+                f"{self.num_slots} query slots of {self.floor} blocks each need {self.num_slots * self.floor} blocks, "
+                f"but the pool has {limits.num_blocks}"
+            )
+        if self.needed is not NeedsSlot.NEVER and self.num_slots < 1:
+            raise ConfigError(f"at least one query slot is needed, not {self.num_slots}")
+        self._free = list(range(self.num_slots))
+        heapify(self._free)
+        self._peaks: dict[int, int] = {}
+        self.total_peak = 0
+
+    def _check(self, policy: Policy, limits: Limits) -> None:
+        window, size = policy.compression.window, limits.block_size
+        if self.floor is None:
+            if self.needed is NeedsSlot.AT_WINDOW:
+                raise ConfigError("hybrid slots need a block budget: without one no window ever begins")
+            return
+        if self.needed is NeedsSlot.NEVER:
+            raise ConfigError("a block budget needs query slots (constrained or hybrid), not slots = none")
+        if not 1 <= window <= size:
+            raise ConfigError(f"the observation window must be 1..block_size = 1..{size} tokens, not {window}")
+        if self.floor < 2:
+            raise ConfigError(f"a budget of {self.floor} blocks keeps no token: it must be at least 2 blocks")
+        if self.floor > limits.num_blocks:
+            raise ConfigError(f"a budget of {self.floor} blocks does not fit in a pool of {limits.num_blocks}")
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def can_give(self, num_held: int) -> bool:
+        """A slot is free, and the pool could hold all slotted requests at their largest, this one with `num_held` blocks."""
+        return bool(self._free) and self.total_peak + max(self.floor or 0, num_held) <= self._num_blocks
+
+    def give(self, num_held: int) -> int:
+        """Hand out a slot; the caller has asked `can_give`."""
+        slot = heappop(self._free)
+        self._peaks[slot] = max(self.floor or 0, num_held)
+        self.total_peak += self._peaks[slot]
+        return slot
+
+    def compressed(self, slot: int) -> None:
+        """The holder is down to its budget now and will not exceed it again."""
+        if self.floor is not None:
+            self.total_peak += self.floor - self._peaks[slot]
+            self._peaks[slot] = self.floor
+
+    def give_back(self, slot: int) -> None:
+        """Take a slot back."""
+        heappush(self._free, slot)
+        self.total_peak -= self._peaks.pop(slot)

@@ -1,0 +1,100 @@
+"""The waiting line: who asks for admission next."""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush, nsmallest
+
+from policies.core.policy import Key, Order
+from policies.core.request import Request
+
+Entry = tuple[Key, int, Request]  # (key, number, request)
+SessionEntry = tuple[int, Key, int, str | None]  # (service, key and number of the session's head, session)
+
+
+class WaitingLine:
+    """Requests by the order's key, ties by submission; one heap, or one a session where service is shared fairly.
+
+    Fair sharing keeps a virtual token counter a session (Sheng et al., "Fairness in serving large language models",
+    2024): the session with the least service is next; one that comes back after being idle starts where the session
+    served last stands, so that nobody can save up. Requests without a session share one.
+    """
+
+    __slots__ = ("_fair", "_heaps", "_level", "_live", "_service", "_sessions")
+
+    def __init__(self, order: Order) -> None:
+        self._fair = order.fair_by_session
+        self._heaps: dict[str | None, list[Entry]] = {}
+        self._live: dict[int, Entry] = {}  # an entry that is not in here has been taken out and is skipped
+        self._sessions: list[SessionEntry] = []  # may be out of date: service only grows, so the true place is behind
+        self._service: dict[str | None, int] = {}
+        self._level = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[2] for entry in self._live.values())
+
+    def push(self, request: Request, key: Key) -> None:
+        """Let a request join the line."""
+        session = request.session if self._fair else None
+        heap = self._heaps.get(session)
+        if heap is None:
+            heap = self._heaps[session] = []
+            self._service[session] = max(self._service.get(session, 0), self._level)
+        entry = (key, request.number, request)
+        self._live[request.number] = entry
+        heappush(heap, entry)
+        if self._fair and heap[0] is entry:
+            heappush(self._sessions, (self._service[session], key, request.number, session))
+
+    def charge(self, request: Request, tokens: int) -> None:
+        """Book service to the request's session."""
+        if self._fair:
+            self._service[request.session] = self._service.get(request.session, 0) + tokens
+
+    def first(self) -> Request | None:
+        """The request that is next, still in the line; None when nobody waits."""
+        if not self._fair:
+            heap = self._heaps.get(None)
+            return self._head(None)[2] if heap and self._clean(None) else None
+        while self._sessions:
+            service, _, number, session = self._sessions[0]
+            if self._clean(session):
+                head = self._head(session)
+                if service == self._service[session] and number == head[1]:
+                    self._level = service
+                    return head[2]
+                heappop(self._sessions)
+                heappush(self._sessions, (self._service[session], head[0], head[1], session))
+            else:
+                heappop(self._sessions)
+        return None
+
+    def behind_first(self, count: int) -> list[Request]:
+        """Up to `count` requests that come after the first, in order (by key within and across sessions)."""
+        first = self.first()
+        entries = (entry for entry in self._live.values() if entry[2] is not first)
+        if self._fair:
+            return [e[2] for e in nsmallest(count, entries, key=lambda e: (self._service[e[2].session], e[0], e[1]))]
+        return [entry[2] for entry in nsmallest(count, entries, key=lambda entry: entry[:2])]
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of the line, wherever it stands."""
+        del self._live[request.number]
+
+    def __contains__(self, request: Request) -> bool:
+        return request.number in self._live
+
+    def _head(self, session: str | None) -> Entry:
+        return self._heaps[session][0]
+
+    def _clean(self, session: str | None) -> bool:
+        """Drop entries that were taken out from the head of a session's heap; False (and no heap) if none is left."""
+        heap = self._heaps.get(session)
+        if heap is None:
+            return False
+        while heap and self._live.get(heap[0][1]) is not heap[0]:
+            heappop(heap)
+        if not heap:
+            del self._heaps[session]
+        return bool(heap)
