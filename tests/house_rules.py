@@ -157,11 +157,19 @@ def lengths(module: Module) -> list[str]:
         complaints.append(module.at(1, f"{num_lines} lines, at most {MAX_FILE_LINES}: split by noun"))
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and module.room != "tests":
-            num_lines = _line_count(node) - (_line_count(node.body[0]) if ast.get_docstring(node) else 0)
+            num_lines = _function_lines(node)
             if num_lines > MAX_FUNCTION_LINES:
                 complaint = f"{node.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}: split it"
                 complaints.append(module.at(node.lineno, complaint))
     return complaints
+
+
+def _function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines without the docstring and, for a GPU kernel, without its parameters: pointers and strides, one a line."""
+    is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    first_line = node.body[0].lineno if is_kernel else node.lineno
+    num_doc_lines = _line_count(node.body[0]) if ast.get_docstring(node) else 0
+    return (node.end_lineno or node.lineno) - first_line + 1 - num_doc_lines
 
 
 def _line_count(node: ast.stmt) -> int:

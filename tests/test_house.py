@@ -61,6 +61,7 @@ FAULTS: tuple[tuple[ModuleRule, str, str, str], ...] = (
     (house_rules.lengths, "tests.test_x", "x = 1\n" * 351, "351 lines, at most 350"),
     (house_rules.lengths, "sim.cost", "def f():\n" + LONG_BODY, "f has 62 lines, at most 60"),
     (house_rules.lengths, "sim.cost", "class A:\n  async def f(self):\n" + LONG_BODY, ":2: f has 62 lines"),
+    (house_rules.lengths, "engine.k", "@triton.jit\ndef f(\n a,\n b,\n):\n" + LONG_BODY, "f has 61 lines"),
     (house_rules.names, "sim.utils", "", "module named sim.utils"),
     (house_rules.names, "sim.base_cost", "", "module named sim.base_cost"),
     (house_rules.names, "sim.cost", "class BlockManager: pass", "class BlockManager"),
@@ -85,6 +86,7 @@ INNOCENT: tuple[tuple[ModuleRule, str, str], ...] = (
     (house_rules.policy_name, "zlab.main", "x = policy.name == 'hybrid'"),
     (house_rules.lengths, "sim.cost", "x = 1\n" * 350),
     (house_rules.lengths, "sim.cost", 'def f():\n    """' + "One.\n" * 80 + '"""\n' + "    x = 1\n" * 58),
+    (house_rules.lengths, "engine.k", "@triton.jit(x=1)\ndef f(\n" + " a,\n" * 60 + "):\n    x = 1"),
     (house_rules.names, "traces.database", "class Database: pass\nclass BasedOn: pass"),
 )
 
