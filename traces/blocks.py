@@ -47,10 +47,12 @@ class PromptBlocks:
         self.names_last_block = meta.last_block != "full"
         self._chains = BlockChains()
         self._own = count()
+        self._by_tokens: bool | None = None  # whether the ids come from tokens; the two kinds cannot be compared
 
     def full_blocks(self, request: TraceRequest) -> tuple[int, ...] | None:
         """One id per full block of the prompt, or None where it is unknown what the prompt shares."""
         num_full = request.prompt_tokens // self.block_size
+        self._settle_kind(request)
         if request.prompt_ids is not None:
             return self._chains.chain_tokens(request.prompt_ids[: num_full * self.block_size], self.block_size)
         return None if request.prefix_ids is None else self._resized(request.prefix_ids, num_full)
@@ -61,6 +63,7 @@ class PromptBlocks:
         Where the trace does not name a started block, that block is the request's own: its id is new at every call.
         """
         num_full = request.prompt_tokens // self.block_size
+        self._settle_kind(request)
         if request.prompt_ids is not None:
             return self._chains.chain_tokens(request.prompt_ids, self.block_size)
         if request.prefix_ids is None:
@@ -72,6 +75,15 @@ class PromptBlocks:
         named = self._resized(request.prefix_ids, num_full)
         own = tuple(2 * next(self._own) + 1 for _ in range(num_all - num_full))
         return tuple(2 * block for block in named) + own
+
+    def _settle_kind(self, request: TraceRequest) -> None:
+        by_tokens = request.prompt_ids is not None
+        if not by_tokens and request.prefix_ids is None:
+            return
+        if self._by_tokens is None:
+            self._by_tokens = by_tokens
+        if by_tokens != self._by_tokens:
+            raise TraceError(f"request {request.id!r}: some requests have prompt_ids, others only prefix_ids")
 
     def _resized(self, ids: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
         size, own_size = self.block_size, self.trace_block_size

@@ -5,14 +5,10 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from traces.table import INT_MISSING, Column, IdLists, OptionalFloats, OptionalInts, RequestTable
-from traces.workload import REQUEST_FIELDS
+from traces.table import Column, IdLists, OptionalFloats, OptionalInts, RequestTable
+from traces.workload import CHUNK_ROWS, FLOAT_FIELDS, IDS_FIELDS, INT_FIELDS, INT_MISSING, REQUEST_FIELDS
 
-INT_FIELDS = frozenset({"prompt_tokens", "output_tokens", "max_tokens", "turn", "priority", "reasoning_tokens"})
-FLOAT_FIELDS = frozenset({"arrival_s", "think_s", "source_e2e_s"})
-IDS_FIELDS = frozenset({"prefix_ids", "prompt_ids", "output_ids"})
 MOSTLY_DISTINCT_FIELDS = frozenset({"id", "parent"})
-CHUNK_ROWS = 4096
 
 
 class _Numbers:
@@ -51,7 +47,7 @@ class _Strings:
 
 
 class _Ids:
-    """The same tuple object met again within a chunk (samples of one prompt) is held once."""
+    """The same tuple or array met again within a chunk (samples of one prompt) is held once."""
 
     def __init__(self) -> None:
         self.flat, self.starts, self.ends = array("q"), array("q"), array("q")
@@ -82,7 +78,7 @@ def _growing(name: str) -> _Numbers | _Strings | _Ids:
 class TableBuilder:
     """Collects rows (field -> value, unknown fields left out) into a `RequestTable`.
 
-    Values must have been checked: whole numbers and ids below 2**63, ids in tuples or lists.
+    Values must have been checked: whole numbers and ids below 2**63, ids in tuples or arrays.
     """
 
     def __init__(self) -> None:

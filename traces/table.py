@@ -11,9 +11,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
-from traces.workload import TraceRequest
-
-INT_MISSING = -(2**63)
+from traces.workload import INT_MISSING, TraceRequest
 
 
 class Column(Protocol):
@@ -94,6 +92,14 @@ class RequestTable(Sequence[TraceRequest]):  # noqa: PLW1641 - a table of arrays
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def cells(self, name: str, start: int, stop: int) -> list[Any]:
+        """The field's values in requests start..stop-1."""
+        column = self.columns.get(name)
+        if column is None:
+            return [0 if name == "priority" else None] * (stop - start)
+        rows: Iterable[int] = range(start, stop) if self.order is None else self.order[start:stop]
+        return [column[row] for row in rows]
 
     def take(self, positions: Iterable[int]) -> "RequestTable":
         """The rows at these positions, in this order, sharing the columns."""

@@ -1,6 +1,7 @@
 """What one cell of a trace may hold, and what is said when it holds something else."""
 
 import re
+from array import array
 from datetime import date
 from typing import Any
 
@@ -14,6 +15,7 @@ TICKS_PER_S = 10_000_000
 MAX_TIME_S = 3_200_000_000
 """About 100 years: keeps ticks below 2**53, so that seconds as a float name each tick."""
 
+MAX_NUMBER = MAX_TIME_S * 1000  # a time in milliseconds
 CLOCK = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d):(\d\d):(\d\d)(?:\.(\d{1,7})0*)?(?:Z|\+00:00)?", re.ASCII)
 
 
@@ -55,11 +57,15 @@ def whole(name: str, value: Any, lowest: int = 0, highest: int = MAX_ID) -> int:
 
 def length(name: str, value: Any) -> int:
     """A number of tokens, 1..`MAX_LENGTH_TOKENS`."""
+    if type(value) is int and 1 <= value <= MAX_LENGTH_TOKENS:  # nearly always
+        return value
     return whole(name, value, 1, MAX_LENGTH_TOKENS)
 
 
 def number(name: str, value: Any) -> float:
     """A finite number >= 0, also a quoted one (`TICKS_PER_S` exactness is the caller's matter)."""
+    if type(value) is float and 0 <= value <= MAX_NUMBER:  # nearly always
+        return value
     if isinstance(value, str):
         if not value.strip():
             raise BadRowError(f"{name} is empty")
@@ -69,7 +75,7 @@ def number(name: str, value: Any) -> float:
             raise BadRowError(f"{name} is not a number", f"{name} is {shown(value)}, must be a number") from None
     if value is None:
         raise BadRowError(f"{name} is empty")
-    if type(value) not in {int, float} or not 0 <= value <= MAX_TIME_S * 1000:
+    if type(value) not in {int, float} or not 0 <= value <= MAX_NUMBER:
         raise BadRowError(
             f"{name} is not a finite number >= 0", f"{name} is {shown(value)}, must be a finite number >= 0"
         )
@@ -105,17 +111,21 @@ def clock_ticks(name: str, value: Any) -> int:
     return whole_seconds * TICKS_PER_S + int((found[5] or "0").ljust(7, "0"))
 
 
-def ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of whole numbers 0..2**63-1."""
+def ids(name: str, value: Any) -> "array[int]":
+    """A list of whole numbers 0..2**63-1, packed (eight bytes each; rows of a big trace hold hundreds)."""
     if not isinstance(value, list):
         raise BadRowError(f"{name} is not a list", f"{name} is {shown(value)}, must be a list of whole numbers")
-    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_ID):
-        wrong = next(v for v in value if type(v) is not int or not 0 <= v <= MAX_ID)
-        raise BadRowError(f"{name} holds something else than ids", f"{name} holds {shown(wrong)}, not an id")
-    return tuple(value)
+    try:
+        packed = array("q", value)
+        if not value or (set(map(type, value)) == {int} and min(value) >= 0):
+            return packed
+    except (TypeError, OverflowError):
+        pass
+    wrong = next(v for v in value if type(v) is not int or not 0 <= v <= MAX_ID)
+    raise BadRowError(f"{name} holds something else than ids", f"{name} holds {shown(wrong)}, not an id")
 
 
-def block_ids(name: str, value: Any, prompt_tokens: int, block_size: int) -> tuple[int, ...]:
+def block_ids(name: str, value: Any, prompt_tokens: int, block_size: int) -> "array[int]":
     """Ids of a prompt's blocks: exactly one per started block."""
     found = ids(name, value)
     expected = -(-prompt_tokens // block_size)
@@ -129,6 +139,8 @@ def block_ids(name: str, value: Any, prompt_tokens: int, block_size: int) -> tup
 
 def text(name: str, value: Any) -> str | None:
     """A string or nothing; whole numbers (ids in JSON) are taken as their digits."""
+    if type(value) is str and value:  # nearly always
+        return value
     if value is None or value == "":
         return None
     if type(value) is int:

@@ -3,14 +3,14 @@
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from traces.blocks import BlockChains
-from traces.formats.cells import BadRowError, block_ids, ids, length, number, shown, text, whole
+from traces.formats.cells import BadRowError, ids, length, number, shown, text, whole
 from traces.formats.layout import Format, Record, Row
 from traces.formats.source import trace_name
 from traces.workload import REQUEST_FIELDS, TraceError, Workload, WorkloadMeta, request_to_line
@@ -19,20 +19,8 @@ SCHEMA = "llm-trace/1"
 META_FIELDS = tuple(f.name for f in fields(WorkloadMeta))
 
 
-def _optional_length(name: str, value: Any) -> int | None:
-    return None if value is None else length(name, value)
-
-
-def _optional_count(name: str, value: Any) -> int | None:
-    return None if value is None else whole(name, value, 0, 2**31 - 1)
-
-
-def _optional_number(name: str, value: Any) -> float | None:
-    return None if value is None else number(name, value)
-
-
-def _optional_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    return None if value is None else ids(name, value)
+def _count(name: str, value: Any) -> int:
+    return whole(name, value, 0, 2**31 - 1)
 
 
 def _priority(name: str, value: Any) -> int:
@@ -42,23 +30,25 @@ def _priority(name: str, value: Any) -> int:
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "id": text,
     "prompt_tokens": length,
-    "output_tokens": _optional_length,
-    "arrival_s": _optional_number,
-    "max_tokens": _optional_length,
-    "prefix_ids": _optional_ids,
-    "prompt_ids": _optional_ids,
-    "output_ids": _optional_ids,
+    "output_tokens": length,
+    "arrival_s": number,
+    "max_tokens": length,
+    "prefix_ids": ids,
+    "prompt_ids": ids,
+    "output_ids": ids,
     "session": text,
-    "turn": _optional_count,
+    "turn": _count,
     "parent": text,
-    "think_s": _optional_number,
+    "think_s": number,
     "priority": _priority,
     "cls": text,
     "model": text,
-    "reasoning_tokens": _optional_count,
-    "source_e2e_s": _optional_number,
+    "reasoning_tokens": _count,
+    "source_e2e_s": number,
     "status": text,
 }
+"""How each field is checked when it is given; null stands for not given."""
+REQUIRED = ("id", "prompt_tokens")
 
 
 def meta_path(path: Path) -> Path:
@@ -132,11 +122,11 @@ class _NativeReader:
             if check is None:
                 known = ", ".join(REQUEST_FIELDS)
                 raise BadRowError(f"unknown field {name!r}", f"unknown field {name!r}; known are {known}")
-            checked = check(name, value)
-            if checked is not None:
-                row[name] = checked
-        if "id" not in row:
-            raise BadRowError("id is empty")
+            if value is not None:
+                row[name] = check(name, value)
+        for name in REQUIRED:
+            if row.get(name) is None:
+                raise BadRowError(f"{name} is empty")
         self._check_time("arrival_s" in row)
         for name, tokens in (("prompt_ids", "prompt_tokens"), ("output_ids", "output_tokens")):
             if name in row and len(row[name]) != row.get(tokens):
@@ -154,20 +144,20 @@ class _NativeReader:
             expected = "a time as in the rows before" if self._timed else "null as in the rows before"
             raise BadRowError("arrival_s mixes times and null", f"arrival_s must be {expected}")
 
-    def _prefix(self, found: tuple[int, ...], prompt_tokens: int) -> tuple[int, ...]:
+    def _prefix(self, found: Sequence[int], prompt_tokens: int) -> Sequence[int]:
         meta = self._meta
         if meta.block_size is None or meta.block_id_kind is None or meta.last_block is None:
             raise BadRowError(
                 "prefix_ids without block size",
                 "prefix_ids need block_size, block_id_kind and last_block in NAME.meta.json",
             )
-        if meta.last_block == "partial":
-            block_ids("prefix_ids", list(found), prompt_tokens, meta.block_size)
-        elif len(found) != prompt_tokens // meta.block_size:
+        partial = meta.last_block == "partial"
+        expected = (prompt_tokens + (meta.block_size - 1 if partial else 0)) // meta.block_size
+        if len(found) != expected:
             raise BadRowError(
                 "prefix_ids do not match the prompt's length",
-                f"prefix_ids holds {len(found)} ids, must be {prompt_tokens // meta.block_size} for the full blocks of "
-                f"{prompt_tokens} tokens in blocks of {meta.block_size}",
+                f"prefix_ids holds {len(found)} ids, must be {expected} for the "
+                f"{'started' if partial else 'full'} blocks of {prompt_tokens} tokens in blocks of {meta.block_size}",
             )
         return found if self._chains is None else self._chains.chain(found)
 

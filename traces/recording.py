@@ -1,0 +1,224 @@
+"""A run on disk: what was asked, what every step did, what became of each request and each block.
+
+A recording is a folder (format `zlab-recording/1`):
+
+* `manifest.json`: where it comes from (policy, limits, workload hash, seed, versions, cost model), its digest and
+  summary, and `complete`: whether the run came to its end.
+* `requests/`, `steps/`, `events/`, `blocks/`: Parquet parts `00000.parquet`, `00001.parquet`, ...; every part is a whole
+  file, so that a run that is still going on, or was killed, can be read up to its last part. pandas, DuckDB and Polars
+  read the folders as they are.
+
+Columns are described in `TABLES`. This room knows nothing of policies: kinds and states are plain numbers here, their
+names stand in the manifest.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from traces.workload import TraceError
+
+FORMAT = "zlab-recording/1"
+Columns = Mapping[str, npt.NDArray[Any] | Sequence[Any]]
+
+
+class RecordingError(TraceError):
+    """A recording that cannot be read; the message names the file and what is wrong with it."""
+
+
+def _schema(**columns: pa.DataType) -> pa.Schema:
+    return pa.schema(list(columns.items()))
+
+
+I64, I32, I16, I8, F64, STR = pa.int64(), pa.int32(), pa.int16(), pa.int8(), pa.float64(), pa.string()
+
+TABLES: dict[str, pa.Schema] = {
+    # One row a request, in the order in which they ended (those still alive last). Times in seconds from the run's
+    # start, NaN where the moment never came; *_s of phases are durations and add up to finish_s - arrival_s.
+    "requests": _schema(
+        number=I64, id=STR, status=STR, reason=STR, message=STR, session=STR, cls=STR, priority=I32,
+        arrival_s=F64, arrival_step=I64, finish_step=I64,
+        prompt_tokens=I64, max_tokens=I64, output_tokens=I64, asked_output_tokens=I64,
+        first_admitted_s=F64, first_token_s=F64, finish_s=F64,
+        queued_s=F64, prefill_s=F64, decode_s=F64, slot_wait_s=F64, block_wait_s=F64, compressing_s=F64,
+        preempted_s=F64, swapped_s=F64, paused_s=F64,
+        prefix_hit_tokens=I64, recomputed_tokens=I64, preemptions=I32, swaps=I32, compressions=I32,
+    ),
+    # One row a step. Counts hold while the step runs; `free_blocks` includes `cached_blocks`.
+    "steps": _schema(
+        step=I64, start_s=F64, end_s=F64, decodes=I32, context_tokens=I64, prefills=I32, prefill_tokens=I32,
+        prefill_pairs=I64, compressions=I32, compressing=I32, swaps=I32, preemptions=I32, running=I32, waiting=I32,
+        waiting_for_slot=I32, waiting_for_block=I32, free_blocks=I32, cached_blocks=I32, shared_extra=I32,
+        stored_tokens=I64,
+    ),
+    # One row an event of the scheduler, in order; the digest is over these.
+    "events": _schema(step=I64, kind=I8, request=I64, value=I64, num_blocks=I32),
+    # One row a change of one block, in order: from `step` on it is in `state`, by the doing of `request`.
+    "blocks": _schema(step=I64, block=I32, state=I8, kind=I8, request=I64),
+}  # fmt: skip
+
+
+class Recorder(Protocol):
+    """What a driver writes a run to, table by table, as it goes."""
+
+    def write(self, table: str, columns: Columns) -> None:
+        """Append rows to a table of `TABLES`; every column must be there, all of one length."""
+
+    def close(self, **manifest: Any) -> None:
+        """The run is over: write what is left and the final manifest."""
+
+
+def to_table(table: str, columns: Columns) -> pa.Table:
+    """Columns as an Arrow table of the table's schema. Raises RecordingError on a missing or unknown column."""
+    schema = TABLES[table]
+    if set(columns) != set(schema.names):
+        odd = sorted(set(columns) ^ set(schema.names))
+        raise RecordingError(f"table {table!r}: columns missing or unknown: {', '.join(odd)}")
+    return pa.table([pa.array(columns[name], type=schema.field(name).type) for name in schema.names], schema=schema)
+
+
+@dataclass
+class MemoryRecorder:
+    """Keeps a run in memory; `skip` names tables that are dropped (block changes can be many)."""
+
+    manifest: dict[str, Any] = field(default_factory=dict)
+    skip: frozenset[str] = frozenset()
+    _parts: dict[str, list[pa.Table]] = field(default_factory=lambda: {name: [] for name in TABLES})
+
+    def write(self, table: str, columns: Columns) -> None:
+        """Append rows."""
+        if table not in self.skip:
+            self._parts[table].append(to_table(table, columns))
+
+    def close(self, **manifest: Any) -> None:
+        """Note the final manifest."""
+        self.manifest |= {"format": FORMAT, "complete": True} | manifest
+
+    def table(self, name: str) -> pa.Table:
+        """One table of the run so far."""
+        return pa.concat_tables([TABLES[name].empty_table(), *self._parts[name]])
+
+
+class FolderRecorder:
+    """Writes a run into a new folder; parts of about `rows_per_part` rows appear as the run goes on."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], rows_per_part: int = 500_000) -> None:
+        """Raise RecordingError when the folder already holds something."""
+        if folder.exists() and any(folder.iterdir()):
+            raise RecordingError(f"{folder}: the folder is not empty; a recording needs one of its own")
+        self.folder = folder
+        self.manifest: dict[str, Any] = {"format": FORMAT, "complete": False, **manifest}
+        self._rows_per_part = rows_per_part
+        self._pending: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+        self._rows = dict.fromkeys(TABLES, 0)
+        self._num_parts = dict.fromkeys(TABLES, 0)
+        for name in TABLES:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        write_manifest(folder, self.manifest)
+
+    def write(self, table: str, columns: Columns) -> None:
+        """Append rows; a part is written when enough have come together."""
+        rows = to_table(table, columns)
+        self._pending[table].append(rows)
+        self._rows[table] += rows.num_rows
+        if self._rows[table] >= self._rows_per_part:
+            self.flush(table)
+
+    def flush(self, table: str) -> None:
+        """Write pending rows as one part, under a name that only appears once it is whole."""
+        if not self._rows[table]:
+            return
+        rows = pa.concat_tables(self._pending[table])
+        target = self.folder / table / f"{self._num_parts[table]:05}.parquet"
+        unfinished = target.with_suffix(".unfinished")
+        pq.write_table(rows, unfinished, compression="zstd", compression_level=1, use_dictionary=table == "requests")
+        os.replace(unfinished, target)
+        self._num_parts[table] += 1
+        self._pending[table].clear()
+        self._rows[table] = 0
+
+    def close(self, **manifest: Any) -> None:
+        """Write what is left, then the manifest; `complete` is true unless the caller says otherwise."""
+        for table in TABLES:
+            self.flush(table)
+        self.manifest |= {"complete": True} | manifest
+        write_manifest(self.folder, self.manifest)
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Replace the manifest in one move."""
+    unfinished = folder / "manifest.unfinished"
+    unfinished.write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+    os.replace(unfinished, folder / "manifest.json")
+
+
+class Recording:
+    """A recording read back; tables are read when asked for."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Raise RecordingError when the folder is not a recording of a known version."""
+        self.folder = Path(folder)
+        path = self.folder / "manifest.json"
+        if not path.is_file():
+            raise RecordingError(f"{self.folder}: not a recording: it has no manifest.json")
+        try:
+            self.manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise RecordingError(f"{path}: not valid JSON: {error}") from error
+        version = self.manifest.get("format") if isinstance(self.manifest, dict) else None
+        if version != FORMAT:
+            raise RecordingError(f"{path}: format {version!r} is not one this version reads ({FORMAT})")
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return bool(self.manifest.get("complete"))
+
+    def parts(self, table: str) -> list[Path]:
+        """The table's parts, in order."""
+        return sorted((self.folder / table).glob("*.parquet"))
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """One table, or some of its columns. Raises RecordingError naming a part that cannot be read."""
+        schema = TABLES[name]
+        wanted = list(columns) if columns is not None else schema.names
+        tables = [pa.schema([schema.field(column) for column in wanted]).empty_table()]
+        for part in self.parts(name):
+            try:
+                tables.append(pq.read_table(part, columns=wanted).cast(tables[0].schema))
+            except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+                raise RecordingError(f"{part}: cannot be read: {error}") from error
+        return pa.concat_tables(tables)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first row in which two runs' events differ; a side that ended earlier has None."""
+
+    index: int
+    step: int
+    left: dict[str, int] | None
+    right: dict[str, int] | None
+
+
+def first_difference(left: pa.Table, right: pa.Table) -> Difference | None:
+    """Compare two tables of events row by row; None if they are the same."""
+    shorter = min(left.num_rows, right.num_rows)
+    differs = np.zeros(shorter, dtype=bool)
+    for name in TABLES["events"].names:
+        differs |= left[name].to_numpy()[:shorter] != right[name].to_numpy()[:shorter]
+    index = int(np.argmax(differs)) if differs.any() else shorter
+    if index == left.num_rows == right.num_rows:
+        return None
+    rows = [table.slice(index, 1).to_pylist() for table in (left, right)]
+    one, other = (found[0] if found else None for found in rows)
+    step = min(row["step"] for row in (one, other) if row is not None)
+    return Difference(index, step, one, other)
