@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 from traces.workload import TraceError, WorkloadMeta
 
+FIRST_TOKEN_ID = 1000
+END_TOKEN_ID = 150_000
+"""Made-up token ids lie in this range: inside the vocabulary of Qwen3 (151,936), past most special tokens."""
 Ints = npt.NDArray[np.int64]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from traces.arrivals import Arrivals, Poisson, Together
-from traces.recipe import LogNormal, at_least, generator, made
+from traces.recipe import END_TOKEN_ID, FIRST_TOKEN_ID, LogNormal, at_least, generator, made
 from traces.sharing import ChatShape, SharedPrefixShape, chat, shared_prefix
 from traces.workload import TraceError, TraceRequest, Workload
 
@@ -24,9 +24,6 @@ __all__ = [
     "reasoning",
     "shared_prefix",
 ]
-
-FIRST_TOKEN_ID = 1000
-END_TOKEN_ID = 150_000
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,17 @@ class IdLists:
         return None if end < 0 else tuple(self.flat[self.starts[index] : end])
 
 
+@dataclass(frozen=True)
+class Picked:
+    """Another column's rows in another order, or only some of them."""
+
+    column: Column
+    order: "array[int]"
+
+    def __getitem__(self, index: int) -> Any:
+        return self.column[self.order[index]]
+
+
 @dataclass(frozen=True, eq=False)
 class RequestTable(Sequence[TraceRequest]):  # noqa: PLW1641 - a table of arrays is not hashable
     """Requests held by column. Fields without a column have their default in every row.
@@ -106,6 +117,19 @@ class RequestTable(Sequence[TraceRequest]):  # noqa: PLW1641 - a table of arrays
         order = self.order
         rows = array("q", positions if order is None else (order[position] for position in positions))
         return replace(self, num_rows=len(rows), order=rows)
+
+    def in_place(self) -> "RequestTable":
+        """The same requests with row i of every column in place i; what columns work out stays to be worked out."""
+        order = self.order
+        if order is None:
+            return self
+        columns: dict[str, Column] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, array):
+                columns[name] = array(column.typecode, [column[row] for row in order])
+            else:
+                columns[name] = Picked(column, order)
+        return RequestTable(columns, len(order))
 
 
 def plain_array(values: "np.ndarray[Any, np.dtype[Any]]") -> "array[Any]":

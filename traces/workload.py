@@ -109,14 +109,16 @@ class Columnar(Protocol):
         """The field's values in requests start..stop-1."""
 
 
-def request_columns(requests: Sequence[TraceRequest], start: int, stop: int) -> Iterator[tuple[str, list[Any]]]:
-    """Each field of `TraceRequest` with its values in requests start..stop-1."""
+def request_columns(
+    requests: Sequence[TraceRequest], start: int, stop: int, names: Sequence[str] = REQUEST_FIELDS
+) -> Iterator[tuple[str, list[Any]]]:
+    """Each named field with its values in requests start..stop-1."""
     if isinstance(requests, Columnar):
-        for name in REQUEST_FIELDS:
+        for name in names:
             yield name, requests.cells(name, start, stop)
         return
     chunk = requests[start:stop]
-    for name in REQUEST_FIELDS:
+    for name in names:
         yield name, [getattr(request, name) for request in chunk]
 
 
