@@ -40,8 +40,8 @@ def load_policy(spec: str) -> Policy:
     """The policy that a command line means.
 
     `NAME` of a preset, `FILE.toml`, or `FILE.py:Class`, each with `:key=value,...` behind it to vary it:
-    `question=kind` replaces an answer, `question.field=value` (or `field=value` where only one answer has such a field) a setting.
-    Raises PolicyError.
+    `question=kind` replaces an answer, `question.field=value` a setting (just `field=value` where only one answer has
+    such a field). Raises PolicyError.
     """
     base, changes = _split(spec)
     if is_own(base):

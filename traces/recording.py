@@ -4,9 +4,9 @@ A recording is a folder (format `zlab-recording/1`):
 
 * `manifest.json`: where it comes from (policy, limits, workload hash, seed, versions, cost model), its digest and
   summary, and `complete`: whether the run came to its end.
-* `requests/`, `steps/`, `events/`, `blocks/`: Parquet parts `00000.parquet`, `00001.parquet`, ...; every part is a whole
-  file, so that a run that is still going on, or was killed, can be read up to its last part. pandas, DuckDB and Polars
-  read the folders as they are.
+* `requests/`, `steps/`, `events/`, `blocks/`: Parquet parts `00000.parquet`, `00001.parquet`, ...; every part is a
+  whole file, so that a run that is still going on, or was killed, can be read up to its last part. pandas, DuckDB and
+  Polars read the folders as they are.
 
 Columns are described in `TABLES`. This room knows nothing of policies: kinds and states are plain numbers here, their
 names stand in the manifest.
@@ -54,8 +54,8 @@ TABLES: dict[str, pa.Schema] = {
     ),
     # One row a step. Counts hold while the step runs; `free_blocks` includes `cached_blocks`.
     "steps": _schema(
-        step=I64, start_s=F64, end_s=F64, decodes=I32, context_tokens=I64, prefills=I32, prefill_tokens=I32,
-        prefill_pairs=I64, compressions=I32, compressing=I32, swaps=I32, preemptions=I32, running=I32, waiting=I32,
+        step=I64, start_s=F64, end_s=F64, output_tokens=I32, decodes=I32, context_tokens=I64, prefills=I32,
+        prefill_tokens=I32, prefill_pairs=I64, compressions=I32, compressing=I32, swaps=I32, preemptions=I32, running=I32, waiting=I32,
         waiting_for_slot=I32, waiting_for_block=I32, free_blocks=I32, cached_blocks=I32, shared_extra=I32,
         stored_tokens=I64,
     ),

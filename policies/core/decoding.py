@@ -46,6 +46,11 @@ class Decoding:
         request.generated += steps
         request.anchor = self.tick
 
+    def settle_if_member(self, request: Request) -> None:
+        """Bring the counts of any request up to now."""
+        if request.phase is Phase.DECODE:
+            self.settle(request)
+
     def tokens(self, request: Request) -> tuple[int, int]:
         """(cache positions in use, output tokens) of a request now, member or not."""
         steps = self.tick - request.anchor if request.phase is Phase.DECODE else 0

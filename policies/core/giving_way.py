@@ -40,7 +40,7 @@ def way_back(state: State, request: Request) -> ComesBack | None:
 
 
 def preempt(state: State, plan: StepPlan, request: Request) -> None:
-    """Make a running request give way: it returns to the waiting line, its blocks to the pool (a step later if swapped)."""
+    """Make a running request give way: its blocks go back to the pool (a step later if swapped), it waits again."""
     way = way_back(state, request)
     assert way is not None
     assert not request.in_flight

@@ -44,7 +44,7 @@ class Request:
     __slots__ = (
         "anchor",
         "arrival_ns",
-        "arrival_nstep",
+        "arrival_step",
         "cache_tokens",
         "cls",
         "compressions",
@@ -115,7 +115,7 @@ class Request:
         self.cls = cls
         self.priority = priority
         self.target_tokens = 0  # output tokens after which it ends
-        self.arrival_nstep = 0
+        self.arrival_step = 0
         self.status = Status.LIVE
         self.reason = 0
         self.message = ""
@@ -142,7 +142,9 @@ class Request:
         self.missed_window = -1  # table length at which it had no slot when its window began
         self.swapped_blocks = 0
         self.reserved_blocks = 0
-        # account
+        self._open_account(arrival_ns)
+
+    def _open_account(self, arrival_ns: int) -> None:
         self.compressions = 0
         self.preemptions = 0
         self.swaps = 0

@@ -119,7 +119,7 @@ def _leading(state: State, request: Request) -> tuple[int, int]:
 
 
 def _compress(state: State, plan: StepPlan, request: Request) -> None:
-    """Start to reduce its full blocks; shared ones (matchable ones too, while there is room) give place to fresh ones."""
+    """Start to reduce its full blocks; shared (and, given room, matchable) ones give place to fresh ones."""
     size, held = state.limits.block_size, len(request.table)
     left = state.policy.budget.shrink_to(held, size, state.view())
     assert state.floor is not None

@@ -1,6 +1,6 @@
 """The scheduler: plan a step, be told how it went, plan the next."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from policies.core.admitting import plan_prefill
 from policies.core.errors import DuplicateRequestError, StuckError, UnknownRequestError
@@ -66,13 +66,14 @@ class Scheduler:
             self._prefix_block_size,
         )
         self._next_number += 1
-        request.arrival_nstep = self.next_step
+        request.arrival_step = self.next_step
         state.journal.emit(Kind.ARRIVED, request.number, request.prompt_tokens)
         refusal = admissible(state, request, trace_request)
         if refusal is not None:
             request.status, request.reason, request.message = Status.REFUSED, refusal[0], refusal[1]
             request.phase, request.finish_ns = Phase.DONE, now_ns
             state.journal.emit(Kind.REFUSED, request.number, refusal[0])
+            state.ended.append(request)
             return request
         self._ids[request.id] = request
         state.requests[request.number] = request
@@ -92,6 +93,11 @@ class Scheduler:
     def live(self) -> Iterator[Request]:
         """Every request that has not ended, in submission order."""
         return iter(self.state.requests.values())
+
+    def take_ended(self) -> list[Request]:
+        """Requests that have ended (refused ones too) since this was last asked, in that order."""
+        ended, self.state.ended = self.state.ended, []
+        return ended
 
     # steps
 
@@ -137,6 +143,10 @@ class Scheduler:
         self._compressed.update(outcome.compressed)
         self.next_step += 1
         state.journal.step = self.next_step
+
+    def finished_compressing(self, numbers: Sequence[int]) -> None:
+        """Compressions that finished while no step was running (join `when_done`); the next plan joins them."""
+        self._compressed.update(numbers)
 
     def quiet_steps(self) -> int:
         """How many steps from now on only decode, with nothing to decide but which free block comes next."""

@@ -56,7 +56,7 @@ class SlotTable:
         return len(self._free)
 
     def can_give(self, num_held: int) -> bool:
-        """A slot is free, and the pool could hold all slotted requests at their largest, this one with `num_held` blocks."""
+        """A slot is free, and the pool holds all slotted requests at their largest, this one with `num_held` blocks."""
         return bool(self._free) and self.total_peak + max(self.floor or 0, num_held) <= self._num_blocks
 
     def give(self, num_held: int) -> int:

@@ -39,6 +39,7 @@ class State:
         self.requests: dict[int, Request] = {}  # every live request by number
         self.running: dict[int, Request] = {}  # those that hold blocks, by place in line, in line order
         self.stalled: dict[int, Request] = {}  # by place in line: would decode, but for a slot or a block
+        self.num_waiting_for_slot = 0  # of the stalled
         self.prefilling: dict[int, Request] = {}  # by place in line
         self.paused: dict[int, Request] = {}  # by place in line: beyond the limit of requests in one step
         self.compressing: list[CompressionTask] = []
@@ -52,6 +53,7 @@ class State:
         self.room_due = False  # a stalled request may find now what it waits for
         self.reserved_blocks = 0  # the most that running requests may ever hold, where admission reserves it
         self.now_ns = 0
+        self.ended: list[Request] = []  # ended since a driver last asked
 
     def view(self) -> PoolView:
         """The pool in numbers."""
@@ -69,6 +71,10 @@ class State:
 
     def enter(self, request: Request, phase: Phase) -> None:
         """Move a request to another phase."""
+        if request.phase is Phase.WAITS_FOR_SLOT:
+            self.num_waiting_for_slot -= 1
+        if phase is Phase.WAITS_FOR_SLOT:
+            self.num_waiting_for_slot += 1
         request.enter(phase, self.now_ns)
 
     def book_idle(self, request: Request, tokens: int) -> None:
@@ -160,6 +166,7 @@ class State:
         if status is Status.FINISHED:
             self.history.add(request.cls, request.generated)
         del self.requests[request.number]
+        self.ended.append(request)
         self.admission_due = self.room_due = True
 
     def charge_output(self, request: Request) -> None:

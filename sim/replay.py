@@ -1,0 +1,208 @@
+"""Replay a workload in simulation: one call from workload, policy, GPU and model to a run that can be looked at."""
+
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from policies.core.limits import Limits
+from policies.core.policy import Policy
+from policies.record import names
+from policies.spec import load_policy, policy_digest, policy_to_toml
+from sim.cost import CostModel, roofline
+from sim.hardware import Gpu, Model, find_gpu, find_model
+from sim.memory import MemorySettings, plan_memory
+from sim.simulator import Progress, Simulation
+from traces.metrics import summarize
+from traces.recording import FolderRecorder, MemoryRecorder, Recorder, Recording
+from traces.workload import TraceRequest, Workload
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its manifest, its tables, and what they amount to (`summary`, keys as in docs/METRICS.md)."""
+
+    manifest: Mapping[str, Any]
+    requests: pa.Table
+    steps: pa.Table
+    events: pa.Table
+    blocks: pa.Table
+    summary: Mapping[str, Any]
+
+    def _repr_html_(self) -> str:
+        """The summary as a table in a notebook."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(_show(value))}</td></tr>"
+            for name, value in self.summary.items()
+        )
+        return f"<table><caption>{escape(str(self.manifest['policy']))}</caption>{rows}</table>"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "  ".join(f"{name} {_show(item)}" for name, item in value.items())
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def default_limits(gpu: Gpu, model: Model, policy: Policy, block_size: int = 256, **changes: int | None) -> Limits:
+    """Limits of a whole card: blocks from its memory, positions from the model; `changes` other than None replace them.
+
+    Raises MemoryPlanError when the model leaves no room for a block.
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    base = Limits(num_blocks=1, block_size=block_size, max_model_len=model.max_positions)
+    limits = replace(base, **{name: value for name, value in given.items() if name != "num_blocks"})
+    if "num_blocks" not in given:
+        floor = policy.budget.floor(block_size)
+        settings = MemorySettings(block_size=block_size, max_batched_tokens=limits.max_batched_tokens)
+        if floor is not None:
+            slots = getattr(policy.slots, "num_slots", 0) or limits.max_running
+            settings = replace(settings, num_slots=slots, window=policy.compression.window, budget_blocks=floor)
+        given["num_blocks"] = plan_memory(gpu, model, settings).num_blocks
+    return replace(limits, num_blocks=given["num_blocks"])
+
+
+def lengthen(workload: Workload, multiplier: float, more_than: int) -> Workload:
+    """Outputs of requests with more than `more_than` tokens in all, longer by a factor: what lossy KV may cost.
+
+    Published for sparse attention: outputs of 15.1k tokens became 19.8k to 30.0k at a 2k budget (traces README).
+    """
+
+    def one(request: TraceRequest) -> TraceRequest:
+        output = request.output_tokens
+        if output is None or request.prompt_tokens + output <= more_than:
+            return request
+        longer = round(output * multiplier)
+        capped = request.max_tokens if request.max_tokens not in (None, output) else None
+        return replace(request, output_tokens=longer, max_tokens=capped)
+
+    note = f"outputs beyond {more_than} tokens x {multiplier}"
+    meta = replace(workload.meta, modifications=(*workload.meta.modifications, note))
+    return Workload([one(request) for request in workload], meta)
+
+
+def replay(
+    workload: Workload,
+    policy: Policy | str = "hybrid",
+    gpu: Gpu | str = "h200",
+    model: Model | str = "qwen3-8b",
+    limits: Limits | None = None,
+    cost: CostModel | None = None,
+    out: Path | str | None = None,
+    length_multiplier: float = 1.0,
+    quiet: bool = True,
+    progress: Progress | None = None,
+) -> Run:
+    """Simulate a workload and return the run; with `out` it is also written there as a recording.
+
+    Args:
+        workload: what arrives when.
+        policy: a policy, or how a command line names one.
+        gpu: row of `sim.hardware.GPUS`, or its name.
+        model: row of `sim.hardware.MODELS`, its name, or the path of a Hugging Face config.json.
+        limits: pool and step bounds; by default those of the whole card.
+        cost: what a step costs; by default the roofline of the card.
+        out: an empty or new folder.
+        length_multiplier: output of requests that get compressed, relative to what the workload says.
+        quiet: take stretches without a decision at once (the decisions and times are the same without).
+        progress: called now and then with (requests ended, requests in all, simulated ns).
+
+    An interrupt (Ctrl-C) leaves a readable recording marked as incomplete and is raised again.
+    """
+    policy = load_policy(policy) if isinstance(policy, str) else policy
+    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    model = find_model(model) if isinstance(model, str) else model
+    limits = limits or default_limits(gpu, model, policy)
+    floor = policy.budget.floor(limits.block_size)
+    if length_multiplier != 1.0 and floor is not None:
+        workload = lengthen(workload, length_multiplier, floor * limits.block_size)
+    cost = cost or roofline(gpu, model, window=policy.compression.window, block_size=limits.block_size)
+    manifest = _manifest(workload, policy, gpu, model, limits, cost, length_multiplier)
+    recorder: Recorder = FolderRecorder(Path(out), manifest) if out is not None else MemoryRecorder(dict(manifest))
+    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, progress)
+    started = time.perf_counter()
+    try:
+        simulation.run()
+    except BaseException as error:
+        recorder.close(complete=False, stopped_by=type(error).__name__, **_results(simulation, started))
+        raise
+    recorder.close(**_results(simulation, started))
+    run = load_run(Path(out)) if out is not None else _run_of(recorder)
+    if isinstance(recorder, FolderRecorder):
+        recorder.close(summary=run.summary)
+    return run
+
+
+def load_run(folder: Path | str) -> Run:
+    """A recording as a run. Raises RecordingError."""
+    recording = Recording(folder)
+    return _run(recording.manifest, {name: recording.table(name) for name in ("requests", "steps", "events", "blocks")})
+
+
+def _run_of(recorder: Recorder) -> Run:
+    assert isinstance(recorder, MemoryRecorder)
+    names_ = ("requests", "steps", "events", "blocks")
+    return _run(recorder.manifest, {name: recorder.table(name) for name in names_})
+
+
+def _run(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Run:
+    summary = summarize(tables["requests"], tables["steps"], manifest)
+    for name in ("digest", "wall_s", "policy", "workload_sha256"):
+        summary[name] = manifest[name]
+    return Run(manifest, tables["requests"], tables["steps"], tables["events"], tables["blocks"], summary)
+
+
+def _results(simulation: Simulation, started: float) -> dict[str, Any]:
+    """What is known once the simulation has stopped."""
+    simulation.flush()
+    return {
+        "digest": simulation.scheduler.digest(),
+        "num_steps": simulation.scheduler.next_step,
+        "compression_work_s": simulation.compression_ns * 1e-9,
+        "swapped_tokens": simulation.swapped_tokens,
+        "wall_s": time.perf_counter() - started,
+    }
+
+
+def _manifest(
+    workload: Workload,
+    policy: Policy,
+    gpu: Gpu,
+    model: Model,
+    limits: Limits,
+    cost: CostModel,
+    length_multiplier: float,
+) -> dict[str, Any]:
+    meta = workload.meta
+    return {
+        "source": "sim",
+        "policy": policy.name,
+        "policy_toml": policy_to_toml(policy),
+        "policy_digest": policy_digest(policy),
+        "workload": {"name": meta.name, "num_requests": len(workload), "modifications": list(meta.modifications)},
+        "workload_sha256": workload.sha256,
+        "gpu": gpu.name,
+        "model": model.name,
+        "limits": asdict(limits),
+        "num_blocks": limits.num_blocks,
+        "block_size": limits.block_size,
+        "cost": cost.describe(),
+        "length_multiplier": length_multiplier,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {name: _version(name) for name in ("zipage-lab", "numpy", "simpy", "pyarrow")}
+        | {"python": platform.python_version()},
+        **names(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

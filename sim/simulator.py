@@ -1,0 +1,232 @@
+"""The discrete-event simulation: a SimPy clock under the same scheduler that drives the engine."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import simpy
+
+from policies.core.events import Int64Array
+from policies.core.limits import Limits
+from policies.core.plan import StepPlan
+from policies.core.policy import Join, Policy
+from policies.core.request import Request
+from policies.core.scheduler import Scheduler
+from policies.record import block_columns, event_columns, request_columns
+from policies.steplog import StepLog
+from sim.cost import CostModel
+from sim.device import Device
+from traces.recording import Recorder
+from traces.workload import TraceRequest, Workload
+
+NS_PER_S = 1_000_000_000
+Progress = Callable[[int, int, int], None]  # (requests ended, requests in all, simulated ns)
+Process = Generator[simpy.Event, Any, None]
+PROGRESS_EVERY = 512  # plans
+
+
+def to_ns(seconds: float) -> int:
+    """Seconds as whole nanoseconds: sums of steps are exact, in whatever portions they are taken."""
+    return int(seconds * NS_PER_S + 0.5)
+
+
+class Simulation:
+    """One run of a workload under a policy on a simulated GPU.
+
+    Processes: arrivals, the engine loop (plan, let the device work, commit), and the device's two streams. With
+    `quiet` the loop takes stretches of steps without a decision at once; decisions and times are the same either way.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        limits: Limits,
+        cost: CostModel,
+        recorder: Recorder,
+        quiet: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.workload = workload
+        self.env = simpy.Environment(initial_time=0)
+        self.scheduler = Scheduler(policy, limits, self._write_events, prefix_block_size=workload.meta.block_size)
+        self.compression_ns = 0  # work of all compressions, alone on the card
+        self.swapped_tokens = 0
+        self._cost = cost
+        self._device = Device(self.env, cost.compression_share)
+        self._recorder = recorder
+        self._steps = StepLog(self.scheduler)
+        self._quiet = quiet
+        self._progress = progress
+        self._inbox: list[TraceRequest] = []
+        self._arrived: simpy.Event | None = None  # what an idle loop waits for
+        self._all_arrived = False
+        self._join = policy.compression.join
+        self._pending: dict[simpy.Event, int] = {}  # compressions the scheduler waits for (join `when_done`)
+        self._ended: list[tuple[Request, int]] = []
+        self._num_ended = 0
+        self._plans = 0
+
+    def run(self) -> None:
+        """Run to the end of the workload; what happened goes to the recorder. Raises StuckError."""
+        self.env.process(self._arrivals())
+        loop = self.env.process(self._loop())
+        try:
+            self.env.run(until=loop)
+        finally:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand everything noted so far to the recorder, requests that are still alive included."""
+        self._write_steps()
+        alive = list(self.scheduler.live())
+        for request in alive:
+            self.scheduler.state.decoding.settle_if_member(request)
+        self._ended += [(request, -1) for request in alive]
+        self._write_requests()
+        self.scheduler.state.journal.flush()
+
+    # processes
+
+    def _arrivals(self) -> Process:
+        """Requests appear at their times; several at one time keep their order."""
+        env = self.env
+        for request in self.workload:
+            wait = to_ns(request.arrival_s or 0.0) - env.now
+            if wait > 0:
+                yield env.timeout(wait)
+            self._inbox.append(request)
+            if self._arrived is not None:
+                self._arrived.succeed()
+                self._arrived = None
+        self._all_arrived = True
+
+    def _loop(self) -> Process:
+        """The engine loop."""
+        scheduler, env = self.scheduler, self.env
+        yield env.timeout(0)  # whoever arrives at time 0 comes first
+        while True:
+            if env.peek() == env.now:
+                yield env.timeout(0)  # let everything that happens at this very time happen first
+            self._take_in()
+            plan = scheduler.plan(self._now_ns)
+            if plan is None:
+                if self._all_arrived and not self._pending:
+                    return
+                yield self._something()
+                continue
+            self._steps.plan(plan)
+            start_ns = self._now_ns
+            yield from self._carry_out(plan)
+            self._steps.ran(start_ns, self._now_ns)
+            scheduler.commit(plan, self._now_ns)
+            self._collect()
+            if self._quiet and not self._device.compressing:
+                yield from self._stretch()
+
+    def _something(self) -> simpy.Event:
+        """An event that fires when a request arrives or a compression finishes."""
+        self._arrived = self.env.event()
+        return simpy.AnyOf(self.env, [self._arrived, *self._pending])
+
+    def _carry_out(self, plan: StepPlan) -> Process:
+        """Let the device do what the plan says; ends when the step ends."""
+        cost, device = self._cost, self._device
+        work = 0.0
+        if plan.num_decodes or plan.prefills:
+            pairs = sum(chunk.pairs for chunk in plan.prefills)
+            work = cost.step_seconds(
+                plan.num_decodes, plan.context_tokens, plan.num_prefill_tokens, pairs, len(plan.prefills)
+            )
+        waits: list[simpy.Event] = []
+        for task in plan.compressions:
+            alone = to_ns(cost.compression_seconds(task.source_tokens, task.kept_tokens))
+            self.compression_ns += alone
+            done = device.compress(alone)
+            if self._join is Join.WHEN_DONE:
+                self._pending[done] = task.request.number
+            else:
+                waits.append(done)
+        if waits and self._join is Join.BLOCKING:
+            yield simpy.AllOf(self.env, waits)
+            waits = []
+        if plan.swaps:
+            tokens = sum(len(task.blocks) for task in plan.swaps) * self.scheduler.state.limits.block_size
+            self.swapped_tokens += tokens
+            waits.append(self.env.timeout(to_ns(cost.swap_seconds(tokens))))
+        if device.compressing:
+            waits.append(device.compute(to_ns(work)))
+            yield simpy.AllOf(self.env, waits)
+        elif waits:
+            yield simpy.AllOf(self.env, [*waits, self.env.timeout(to_ns(work))])
+        else:
+            yield self.env.timeout(to_ns(work))
+
+    def _stretch(self) -> Process:
+        """Take steps that only decode at once, up to the first step boundary at which somebody may have arrived."""
+        scheduler, env = self.scheduler, self.env
+        most = scheduler.quiet_steps()
+        if not most:
+            return
+        decoding = scheduler.state.decoding
+        num_decodes, context = decoding.num_requests, decoding.context_tokens
+        until, decode_seconds = env.peek(), self._cost.decode_seconds
+        start_ns = time = self._now_ns
+        ends: list[int] = []
+        first_step, first_context = scheduler.next_step, context
+        for _ in range(most):
+            time += int(decode_seconds(num_decodes, context) * NS_PER_S + 0.5)
+            ends.append(time)
+            context += num_decodes
+            if time >= until:
+                break
+        blocks = scheduler.advance(len(ends))
+        if blocks:
+            self._steps.quiet(first_step, first_context, start_ns, ends, blocks)
+            yield env.timeout(ends[len(blocks) - 1] - start_ns)
+
+    # to and from the scheduler
+
+    @property
+    def _now_ns(self) -> int:
+        return int(self.env.now)
+
+    def _take_in(self) -> None:
+        """Tell the scheduler what has arrived and which compressions have finished."""
+        done = [event for event in self._pending if event.processed]
+        if done:
+            self.scheduler.finished_compressing([self._pending.pop(event) for event in done])
+        if self._inbox:
+            for request in self._inbox:
+                self.scheduler.submit(request, self._now_ns, to_ns(request.arrival_s or 0.0))
+            self._inbox.clear()
+            self._collect()
+
+    def _collect(self) -> None:
+        """Write down requests that have ended, and now and then what else has come together."""
+        step = self.scheduler.next_step
+        for request in self.scheduler.take_ended():
+            self._ended.append((request, step))
+            self._num_ended += 1
+        self._plans += 1
+        if self._plans % PROGRESS_EVERY == 0:
+            if self._progress is not None:
+                self._progress(self._num_ended, len(self.workload), self._now_ns)
+            if len(self._ended) > 50_000:
+                self._write_requests()
+            if self._steps.large:
+                self._write_steps()
+
+    def _write_requests(self) -> None:
+        if self._ended:
+            requests, steps = zip(*self._ended, strict=True)
+            self._recorder.write("requests", request_columns(requests, steps))
+            self._ended.clear()
+
+    def _write_steps(self) -> None:
+        columns = self._steps.take()
+        if columns is not None:
+            self._recorder.write("steps", columns)
+
+    def _write_events(self, rows: Int64Array, blocks: Int64Array) -> None:
+        self._recorder.write("events", event_columns(rows))
+        self._recorder.write("blocks", block_columns(rows, blocks))
