@@ -1,0 +1,136 @@
+"""What a set of kernels answers to: `torch_kernels` and `triton_kernels` are two modules of this one shape.
+
+Shapes throughout: `cache_k`, `cache_v [layers, blocks, b, H_kv, d]` (any strides with the last one 1), one layer of it
+without the first axis, `history [layers, blocks, b, H_kv]` float32, block tables int32 padded with -1. A padding row,
+slot or table entry is never read through and nothing is written for it.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+
+from engine.kernels.batch import CompressionBatch
+from engine.kernels.workspace import Scratch
+
+Segment = Literal["block", "sequence"]  # what redundancy logits were summed over, and are divided by
+
+
+class DecodeBuffers(Protocol):
+    """Partial results of split-KV decode attention; see `engine.kernels.decode_plan.DecodeWorkspace`."""
+
+    split_tokens: int
+    partial_output: torch.Tensor
+    partial_normaliser: torch.Tensor
+
+
+class Kernels(Protocol):
+    """Every stage that reads or writes the paged cache. All is enqueued on the current stream."""
+
+    def store(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        queries: torch.Tensor | None = None,
+        window_rows: torch.Tensor | None = None,
+        window_queries: torch.Tensor | None = None,
+    ) -> None:
+        """Write new `keys`, `values [T, H_kv, d]` of one layer to cache slot `slot_mapping[t]` = block * b + offset.
+
+        With the last three given, `queries [T, H_q, d]` go to row `window_rows[t]` = query slot * w + place in window
+        of this layer's `window_queries [slots, w, H_q, d]`. -1 in either mapping (int32 or int64) means: not stored.
+        """
+
+    def decode_attention(
+        self,
+        queries: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        block_tables: torch.Tensor,
+        lengths: torch.Tensor,
+        length_starts: torch.Tensor,
+        scale: float,
+        buffers: DecodeBuffers,
+        output: torch.Tensor,
+    ) -> None:
+        """One query per request, `queries [B, H_q, d]`, over its first `lengths[r]` cached tokens (its own included).
+
+        `length_starts [B + 1]` is the running sum of `lengths` from 0, both int32. A request of length 0 (padding) gets
+        zeros. Splits depend on a request's own length only, never on who else is in the batch.
+        """
+
+    def prefill_attention(
+        self,
+        queries: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        block_tables: torch.Tensor,
+        lengths: torch.Tensor,
+        query_starts: torch.Tensor,
+        scale: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Packed chunks: request r owns `queries[query_starts[r] : query_starts[r + 1]]`, `[T, H_q, d]`, no padding.
+
+        They are the last tokens of its `lengths[r]` cached ones (already stored) and see those up to themselves.
+        """
+
+    def attention_score(
+        self,
+        cache_k: torch.Tensor,
+        window_queries: torch.Tensor,
+        batch: CompressionBatch,
+        scratch: Scratch,
+        *,
+        history: torch.Tensor | None,
+        decay: float,
+        lightning_threshold: float | None,
+    ) -> None:
+        """Window attention A and with `history` the global score; F goes to `scratch.global_score`.
+
+        `window_queries [layers, slots, w, H_q, d]` in the cache's dtype. A `lightning_threshold` also fills
+        `scratch.redundancy_logits`, from the same read of the keys.
+        """
+
+    def lightning_redundancy(
+        self, cache_k: torch.Tensor, batch: CompressionBatch, scratch: Scratch, *, threshold: float
+    ) -> None:
+        """Fill `scratch.redundancy_logits` by the rule inside each block."""
+
+    def full_redundancy(
+        self, cache_k: torch.Tensor, batch: CompressionBatch, scratch: Scratch, *, threshold: float
+    ) -> None:
+        """Fill `scratch.redundancy_logits` by the rule over all pairs; `scratch.score` is used as working memory."""
+
+    def combine(
+        self,
+        batch: CompressionBatch,
+        scratch: Scratch,
+        *,
+        pool_size: int,
+        attention_weight: float,
+        temperature: float,
+        segment: Segment | None,
+    ) -> None:
+        """`scratch.score` = P without a `segment`, else `lambda * P - (1 - lambda) * R`; P pools first compressions."""
+
+    def random_score(self, batch: CompressionBatch, scratch: Scratch) -> None:
+        """`scratch.score` = uniform numbers in [0, 1) from seed, layer, KV head and place alone."""
+
+    def select(self, batch: CompressionBatch, scratch: Scratch, *, window: int, sink: int) -> None:
+        """`scratch.keep_index`: exactly k increasing cache indices per layer and KV head by `scratch.score`.
+
+        The last `window` and first `sink` always; then the higher score, of equal scores the later token.
+        """
+
+    def compact(
+        self,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        history: torch.Tensor | None,
+        batch: CompressionBatch,
+        scratch: Scratch,
+    ) -> None:
+        """Move the rows of `scratch.keep_index` into the target blocks: K, V, and F from `scratch` into `history`."""

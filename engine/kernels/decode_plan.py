@@ -1,0 +1,48 @@
+"""How decode attention is cut: splits of a fixed number of tokens, so that only a request's own length decides."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.errors import KernelInputError
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Partial results of every split of one launch: `[items, H_q, d]` and `[items, H_q]`, float32.
+
+    Item `length_starts[r] // split_tokens + r + s` is split s of request r, so that a kernel finds its request by
+    bisection and no plan has to be made on the host; that numbering needs `total_tokens // split_tokens + B` items.
+    """
+
+    split_tokens: int
+    partial_output: torch.Tensor
+    partial_normaliser: torch.Tensor
+
+
+def num_decode_items(total_tokens: int, max_requests: int, split_tokens: int) -> int:
+    """Items that requests with `total_tokens` cached tokens between them can need."""
+    return total_tokens // split_tokens + max_requests
+
+
+def reserve_decode_workspace(
+    *,
+    total_tokens: int,
+    max_requests: int,
+    num_query_heads: int,
+    head_dim: int,
+    device: torch.device,
+    split_tokens: int = 512,
+) -> DecodeWorkspace:
+    """Room for a batch of `max_requests` whose lengths add up to `total_tokens` (blocks that are shared count twice).
+
+    A launch that would need more is not cut short in silence: outputs of the requests without room become NaN.
+    """
+    if split_tokens < 1 or split_tokens & (split_tokens - 1):
+        raise KernelInputError(f"split_tokens must be a power of two, got {split_tokens}")
+    items = num_decode_items(total_tokens, max_requests, split_tokens)
+    return DecodeWorkspace(
+        split_tokens=split_tokens,
+        partial_output=torch.empty(items, num_query_heads, head_dim, dtype=torch.float32, device=device),
+        partial_normaliser=torch.empty(items, num_query_heads, dtype=torch.float32, device=device),
+    )

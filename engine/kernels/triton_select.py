@@ -1,0 +1,245 @@
+"""Combined score, random score and exact selection, one program per (layer, request, KV head)."""
+
+# ruff: noqa: N803 - compile-time constants of a kernel are upper case
+# mypy: disable-error-code="untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from engine.kernels import hashing
+from engine.kernels.batch import CompressionBatch
+from engine.kernels.contract import Segment
+from engine.kernels.triton_common import Launch
+from engine.kernels.workspace import Scratch
+
+COMBINE = Launch(tile=1024, num_warps=4)
+# The search is over tokens in registers if they fit the larger tile; else it reads them again for every bit.
+SELECT_SMALL = Launch(tile=1024, num_warps=4)
+SELECT_LARGE = Launch(tile=4096, num_warps=8)
+RANDOM = Launch(tile=1024, num_warps=4)
+
+LAYER_STEP = tl.constexpr(hashing.LAYER_STEP)
+TOKEN_STEP = tl.constexpr(hashing.TOKEN_STEP)
+FIRST_MULTIPLIER = tl.constexpr(hashing.MULTIPLIERS[0])
+SECOND_MULTIPLIER = tl.constexpr(hashing.MULTIPLIERS[1])
+FIRST_RANK = tl.constexpr(0xFFFFFFFF)  # of tokens that are always kept; above any score's, NaN's too
+KEY_BITS = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["num_requests", "max_tokens"])
+def _combine_kernel(
+    global_score: tl.tensor,
+    redundancy_logits: tl.tensor,
+    score: tl.tensor,
+    num_blocks: tl.tensor,
+    compressed_before: tl.tensor,
+    num_requests: tl.tensor,
+    max_tokens: tl.tensor,
+    attention_weight: tl.tensor,
+    redundancy_weight: tl.tensor,
+    temperature: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    REACH: tl.constexpr,
+    WITH_REDUNDANCY: tl.constexpr,
+    WHOLE_SEQUENCE: tl.constexpr,
+) -> None:
+    head = tl.program_id(0)
+    request = tl.program_id(1) % num_requests
+    row = (tl.program_id(1).to(tl.int64) * NUM_KV_HEADS + head) * max_tokens
+    num_tokens = tl.load(num_blocks + request) * BLOCK_SIZE
+    pools = tl.load(compressed_before + request) == 0
+    divisor = temperature * BLOCK_SIZE
+    if WHOLE_SEQUENCE:
+        divisor = temperature * num_tokens
+    largest = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    if WITH_REDUNDANCY:
+        for start in range(0, num_tokens, TILE):
+            token = start + tl.arange(0, TILE)
+            logit = tl.load(redundancy_logits + row + token, mask=token < num_tokens, other=float("-inf")) / divisor
+            largest = tl.maximum(largest, logit)
+        largest_of_all = tl.max(largest, axis=0)
+        for start in range(0, num_tokens, TILE):
+            token = start + tl.arange(0, TILE)
+            logit = tl.load(redundancy_logits + row + token, mask=token < num_tokens, other=float("-inf")) / divisor
+            total += tl.exp(logit - largest_of_all)
+        total_of_all = tl.sum(total, axis=0)
+    for start in range(0, num_tokens, TILE):
+        token = start + tl.arange(0, TILE)
+        inside = token < num_tokens
+        value = tl.load(global_score + row + token, mask=inside, other=0.0)
+        if pools:
+            for shift in range(-REACH, REACH + 1):
+                neighbour = token + shift
+                there = (neighbour >= 0) & (neighbour < num_tokens)
+                value = tl.maximum(
+                    value, tl.load(global_score + row + neighbour, mask=there, other=float("-inf"))
+                )  # fmt: skip
+        if WITH_REDUNDANCY:
+            logit = tl.load(redundancy_logits + row + token, mask=inside, other=0.0) / divisor
+            redundant = tl.exp(logit - largest_of_all) / total_of_all
+            value = attention_weight * value - redundancy_weight * redundant
+        tl.store(score + row + token, value, mask=inside)
+
+
+@triton.jit
+def _mix(state: tl.tensor) -> tl.tensor:
+    """`hashing.mix` on uint32."""
+    state = state ^ (state >> 16)
+    state = state * tl.full(state.shape, FIRST_MULTIPLIER, tl.uint32)
+    state = state ^ (state >> 15)
+    state = state * tl.full(state.shape, SECOND_MULTIPLIER, tl.uint32)
+    return state ^ (state >> 16)
+
+
+@triton.jit(do_not_specialize=["num_requests", "max_tokens"])
+def _random_kernel(
+    score: tl.tensor,
+    seeds: tl.tensor,
+    num_requests: tl.tensor,
+    max_tokens: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    head = tl.program_id(0)
+    layer = tl.program_id(1) // num_requests
+    request = tl.program_id(1) % num_requests
+    row = (tl.program_id(1).to(tl.int64) * NUM_KV_HEADS + head) * max_tokens
+    token = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    layer_step = tl.full((TILE,), LAYER_STEP, tl.uint32)
+    token_step = tl.full((TILE,), TOKEN_STEP, tl.uint32)
+    head_of_all = tl.zeros((TILE,), tl.uint32) + (layer * NUM_KV_HEADS + head).to(tl.uint32)
+    seed = tl.zeros((TILE,), tl.uint32) + tl.load(seeds + request).to(tl.uint32, bitcast=True)
+    state = _mix(seed + _mix(head_of_all * layer_step))
+    bits = _mix(state + token.to(tl.uint32) * token_step)
+    value = (bits >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    tl.store(score + row + token, value, mask=token < max_tokens)
+
+
+@triton.jit
+def _ranks(
+    score: tl.tensor,
+    token: tl.tensor,
+    num_tokens: tl.tensor,
+    window: tl.tensor,
+    sink: tl.tensor,
+) -> tl.tensor:
+    """Unsigned integers in the order of the scores: bits of a positive float ascend with it, of a negative descend."""
+    value = tl.load(score + token, mask=token < num_tokens, other=0.0) + 0.0  # -0.0 + 0.0 = 0.0: the two are equal
+    bits = value.to(tl.uint32, bitcast=True)
+    sign = bits >> 31
+    flipped = tl.where(sign == 1, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
+    always = (token >= num_tokens - window) | (token < sink)
+    return tl.where(always, FIRST_RANK, flipped)
+
+
+@triton.jit(do_not_specialize=["num_requests", "max_tokens", "max_keep", "window", "sink"])
+def _select_kernel(
+    score: tl.tensor,
+    keep_index: tl.tensor,
+    num_blocks: tl.tensor,
+    num_targets: tl.tensor,
+    num_requests: tl.tensor,
+    max_tokens: tl.tensor,
+    max_keep: tl.tensor,
+    window: tl.tensor,
+    sink: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+) -> None:
+    """The k-th largest rank, bit by bit from the top; then everything above it, and of its equals the last ones.
+
+    After each bit `bound` is the largest number with at least k ranks not below it, as far as its high bits say; after
+    the last one it is the k-th largest rank itself. All of it counts, so the outcome depends on no order of threads.
+    """
+    head = tl.program_id(0)
+    request = tl.program_id(1) % num_requests
+    of_head = tl.program_id(1).to(tl.int64) * NUM_KV_HEADS + head
+    score_of_head = score + of_head * max_tokens
+    num_tokens = tl.load(num_blocks + request) * BLOCK_SIZE
+    num_keep = tl.load(num_targets + request) * BLOCK_SIZE
+    place = tl.arange(0, TILE)
+    if IN_REGISTERS:
+        held = _ranks(score_of_head, place, num_tokens, window, sink)
+    bound = tl.zeros((1,), tl.uint32)
+    bit = tl.full((1,), 0x80000000, tl.uint32)
+    for _ in range(KEY_BITS):
+        candidate = bound | bit
+        bit = bit >> 1
+        if IN_REGISTERS:
+            count = tl.sum(((held >= candidate) & (place < num_tokens)).to(tl.int32), axis=0)
+        else:
+            found = tl.zeros((TILE,), tl.int32)
+            for start in range(0, num_tokens, TILE):
+                token = start + place
+                rank = _ranks(score_of_head, token, num_tokens, window, sink)
+                found += ((rank >= candidate) & (token < num_tokens)).to(tl.int32)
+            count = tl.sum(found, axis=0)
+        bound = tl.where(count >= num_keep, candidate, bound)
+    num_above = tl.zeros((), tl.int32)
+    num_equal = tl.zeros((), tl.int32)
+    for start in range(0, num_tokens, TILE):
+        token = start + place
+        rank = _ranks(score_of_head, token, num_tokens, window, sink)
+        num_above += tl.sum(((rank > bound) & (token < num_tokens)).to(tl.int32), axis=0)
+        num_equal += tl.sum(((rank == bound) & (token < num_tokens)).to(tl.int32), axis=0)
+    # Of the equals the first `num_dropped` go: later tokens win a tie.
+    num_dropped = num_equal - (num_keep - num_above)
+    equal_before = tl.zeros((), tl.int32)
+    kept_before = tl.zeros((), tl.int32)
+    for start in range(0, num_tokens, TILE):
+        token = start + place
+        inside = token < num_tokens
+        rank = _ranks(score_of_head, token, num_tokens, window, sink)
+        equal = ((rank == bound) & inside).to(tl.int32)
+        order = equal_before + tl.cumsum(equal, axis=0)
+        keep = ((rank > bound) & inside) | ((equal == 1) & (order > num_dropped))
+        kept = keep.to(tl.int32)
+        destination = kept_before + tl.cumsum(kept, axis=0) - 1
+        tl.store(keep_index + of_head * max_keep + destination, token, mask=keep)
+        equal_before += tl.sum(equal, axis=0)
+        kept_before += tl.sum(kept, axis=0)
+
+
+def combine(
+    batch: CompressionBatch,
+    scratch: Scratch,
+    *,
+    pool_size: int,
+    attention_weight: float,
+    temperature: float,
+    segment: Segment | None,
+) -> None:
+    """See `Kernels.combine`."""
+    num_layers, num_requests, num_kv_heads, max_tokens = scratch.score.shape
+    _combine_kernel[(num_kv_heads, num_layers * num_requests)](
+        scratch.global_score, scratch.redundancy_logits, scratch.score, batch.num_blocks, batch.compressed_before,
+        num_requests, max_tokens, attention_weight, 1.0 - attention_weight, temperature,
+        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=batch.block_size, TILE=COMBINE.tile, REACH=pool_size // 2,
+        WITH_REDUNDANCY=segment is not None, WHOLE_SEQUENCE=segment == "sequence", num_warps=COMBINE.num_warps,
+    )  # fmt: skip
+
+
+def random_score(batch: CompressionBatch, scratch: Scratch) -> None:
+    """See `Kernels.random_score`."""
+    num_layers, num_requests, num_kv_heads, max_tokens = scratch.score.shape
+    _random_kernel[(num_kv_heads, num_layers * num_requests, triton.cdiv(max_tokens, RANDOM.tile))](
+        scratch.score, batch.seeds, num_requests, max_tokens,
+        NUM_KV_HEADS=num_kv_heads, TILE=RANDOM.tile, num_warps=RANDOM.num_warps,
+    )  # fmt: skip
+
+
+def select(batch: CompressionBatch, scratch: Scratch, *, window: int, sink: int) -> None:
+    """See `Kernels.select`."""
+    num_layers, num_requests, num_kv_heads, max_tokens = scratch.score.shape
+    launch = SELECT_SMALL if max_tokens <= SELECT_SMALL.tile else SELECT_LARGE
+    _select_kernel[(num_kv_heads, num_layers * num_requests)](
+        scratch.score, scratch.keep_index, batch.num_blocks, batch.num_targets,
+        num_requests, max_tokens, scratch.keep_index.shape[3], window, sink,
+        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=batch.block_size, TILE=launch.tile,
+        IN_REGISTERS=max_tokens <= launch.tile, num_warps=launch.num_warps,
+    )  # fmt: skip

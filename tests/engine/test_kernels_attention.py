@@ -1,0 +1,206 @@
+"""Store, decode attention and prefill attention against the float64 reference: ragged, paged, poisoned."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels import reference
+from engine.kernels.decode_plan import reserve_decode_workspace
+from engine.kernels.errors import KernelInputError
+from tests.engine.kernel_cases import INTERPRETED, Place, Sizes, assert_close, make_case, on_every_place, to_numpy
+
+SIZES = (
+    pytest.param(Sizes(num_layers=1), id="b16"),
+    pytest.param(Sizes(num_layers=1, group=1, head_dim=96), id="b16-no-groups-d96"),
+    pytest.param(Sizes(num_layers=1, block_size=64, group=3, num_kv_heads=1, head_dim=64), id="b64-group-of-three"),
+    pytest.param(Sizes(num_layers=1, block_size=256, group=4, num_kv_heads=2, head_dim=128), id="b256-d128"),
+)
+TABLES = ((5, 0, 9, -1), (3, 1, 7, 11), (3, 1, 8, 4), (2, -1, -1, -1), (-1, -1, -1, -1))
+
+
+def block_tables(device: str) -> torch.Tensor:
+    return torch.tensor(TABLES, dtype=torch.int32, device=device)
+
+
+def random_rows(shape: tuple[int, ...], place: Place, seed: int) -> torch.Tensor:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return torch.from_numpy(values).to(device=place.device, dtype=place.dtype)
+
+
+def poison_unused(cache: torch.Tensor, lengths: list[int]) -> None:
+    """NaN wherever no request has a token: reading there must not reach any output."""
+    block_size = cache.shape[1]
+    used = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    for table, length in zip(TABLES, lengths, strict=True):
+        for token in range(length):
+            used[table[token // block_size], token % block_size] = True
+    cache[~used.to(cache.device)] = float("nan")
+
+
+@on_every_place
+@pytest.mark.parametrize("sizes", SIZES)
+def test_decode_attention(place: Place, sizes: Sizes) -> None:
+    case = make_case(place, sizes)
+    block_size = sizes.block_size
+    lengths = [3 * block_size - 5, 4 * block_size, 2 * block_size + 1, 1, 0]
+    cache_k, cache_v = case.cache_k[0], case.cache_v[0]
+    poison_unused(cache_k, lengths)
+    poison_unused(cache_v, lengths)
+    num_query_heads = sizes.num_kv_heads * sizes.group
+    queries = random_rows((len(lengths), num_query_heads, sizes.head_dim), place, 5)
+    output = torch.full_like(queries, float("nan"))
+    workspace = reserve_decode_workspace(
+        total_tokens=sum(lengths), max_requests=len(lengths), num_query_heads=num_query_heads,
+        head_dim=sizes.head_dim, device=torch.device(place.device), split_tokens=64,
+    )  # fmt: skip
+    workspace.partial_output.fill_(float("nan"))
+    workspace.partial_normaliser.fill_(float("nan"))
+    length = torch.tensor(lengths, dtype=torch.int32, device=place.device)
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=place.device)
+    scale = sizes.head_dim**-0.5
+    place.kernels.decode_attention(
+        queries, cache_k, cache_v, block_tables(place.device), length, starts, scale, workspace, output
+    )
+    for row, tokens in enumerate(lengths):
+        if tokens == 0:
+            assert bool((output[row] == 0).all()), "a padding request gets zeros"
+            continue
+        table = [block for block in TABLES[row] if block >= 0]
+        keys = reference.gather_cache_order(to_numpy(cache_k), table)[:, :tokens]
+        values = reference.gather_cache_order(to_numpy(cache_v), table)[:, :tokens]
+        wanted = reference.attention(to_numpy(queries[row : row + 1]), keys, values)
+        assert_close(output[row : row + 1], wanted, place.tolerance, f"request {row} of {tokens} tokens")
+
+
+@on_every_place
+def test_decode_attention_does_not_depend_on_the_batch(place: Place) -> None:
+    """The bits of one request's output are the same alone and among others (splits are its own)."""
+    if place.kernels_name == "torch":
+        pytest.skip("matrix products of the torch path may round differently for another batch")
+    sizes = Sizes(num_layers=1)
+    case = make_case(place, sizes)
+    lengths = [40, 64, 33]
+    queries = random_rows((3, 4, sizes.head_dim), place, 6)
+
+    def run(rows: list[int]) -> torch.Tensor:
+        output = torch.empty_like(queries[rows])
+        tokens = [lengths[row] for row in rows]
+        place.kernels.decode_attention(
+            queries[rows], case.cache_k[0], case.cache_v[0], block_tables(place.device)[rows],
+            torch.tensor(tokens, dtype=torch.int32, device=place.device),
+            torch.tensor([0, *np.cumsum(tokens)], dtype=torch.int32, device=place.device), 0.25,
+            reserve_decode_workspace(
+                total_tokens=256, max_requests=4, num_query_heads=4, head_dim=sizes.head_dim,
+                device=torch.device(place.device), split_tokens=64,
+            ),
+            output,
+        )  # fmt: skip
+        return output
+
+    together = run([0, 1, 2])
+    for row in range(3):
+        assert torch.equal(run([row])[0], together[row])
+
+
+@on_every_place
+def test_decode_without_room_for_its_splits_is_loud(place: Place) -> None:
+    if place.kernels_name == "torch":
+        pytest.skip("the torch path has no splits")
+    sizes = Sizes(num_layers=1, block_size=64)
+    case = make_case(place, sizes)
+    queries = random_rows((2, 4, sizes.head_dim), place, 6)
+    output = torch.zeros_like(queries)
+    workspace = reserve_decode_workspace(
+        total_tokens=64, max_requests=2, num_query_heads=4, head_dim=16, device=torch.device(place.device),
+        split_tokens=64,
+    )  # fmt: skip
+    place.kernels.decode_attention(
+        queries, case.cache_k[0], case.cache_v[0], block_tables(place.device)[:2],
+        torch.tensor([64, 256], dtype=torch.int32, device=place.device),
+        torch.tensor([0, 64, 320], dtype=torch.int32, device=place.device), 0.25, workspace, output,
+    )  # fmt: skip
+    assert bool(output[0].isfinite().all())
+    assert bool(output[1].isnan().all())
+
+
+def test_decode_workspace_refuses_an_odd_split() -> None:
+    with pytest.raises(KernelInputError, match="power of two, got 96"):
+        reserve_decode_workspace(
+            total_tokens=1, max_requests=1, num_query_heads=1, head_dim=16, device=torch.device("cpu"), split_tokens=96
+        )
+
+
+@on_every_place
+@pytest.mark.parametrize("sizes", SIZES)
+def test_prefill_attention(place: Place, sizes: Sizes) -> None:
+    """Chunks of 37, 1, all and 0 tokens behind prefixes of different lengths, packed without padding."""
+    case = make_case(place, sizes)
+    block_size = sizes.block_size
+    lengths = [3 * block_size - 5, 4 * block_size, 2 * block_size + 1, min(block_size, 20), 0]
+    chunks = [37, 1, 3, min(block_size, 20), 0]
+    cache_k, cache_v = case.cache_k[0], case.cache_v[0]
+    poison_unused(cache_k, lengths)
+    poison_unused(cache_v, lengths)
+    queries = random_rows((sum(chunks), sizes.num_kv_heads * sizes.group, sizes.head_dim), place, 7)
+    output = torch.full_like(queries, float("nan"))
+    starts = [0, *np.cumsum(chunks).tolist()]
+    place.kernels.prefill_attention(
+        queries, cache_k, cache_v, block_tables(place.device),
+        torch.tensor(lengths, dtype=torch.int32, device=place.device),
+        torch.tensor(starts, dtype=torch.int32, device=place.device), sizes.head_dim**-0.5, output,
+    )  # fmt: skip
+    for row, tokens in enumerate(lengths):
+        table = [block for block in TABLES[row] if block >= 0]
+        if chunks[row] == 0:
+            continue
+        keys = reference.gather_cache_order(to_numpy(cache_k), table)[:, :tokens]
+        values = reference.gather_cache_order(to_numpy(cache_v), table)[:, :tokens]
+        own = slice(starts[row], starts[row + 1])
+        wanted = reference.attention(to_numpy(queries[own]), keys, values)
+        assert_close(output[own], wanted, place.tolerance, f"request {row}: {chunks[row]} of {tokens} tokens")
+
+
+@on_every_place
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_store(place: Place, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    """K, V and window queries land in their rows, rows mapped to -1 nowhere, and all else stays."""
+    place = replace(place, dtype=dtype)
+    sizes = Sizes(num_layers=1, head_dim=24)
+    case = make_case(place, sizes)
+    cache_k, cache_v, window_queries = case.cache_k[0], case.cache_v[0], case.window_queries[0]
+    wanted = [cache_k.clone(), cache_v.clone(), window_queries.clone()]
+    slots = [3, -1, 17, 13 * 16 + 15, 16]
+    windows = [-1, 0, 7, 3 * 8 + 3, -1]
+    # Slices of one merged projection, as a model hands them over: rows are apart.
+    merged = random_rows((5, 2 + 2 + 4, 24), place, 8)
+    keys, values, queries = merged[:, :2], merged[:, 2:4], merged[:, 4:]
+    for token in range(5):
+        if slots[token] >= 0:
+            wanted[0][slots[token] // 16, slots[token] % 16] = keys[token]
+            wanted[1][slots[token] // 16, slots[token] % 16] = values[token]
+        if windows[token] >= 0:
+            wanted[2][windows[token] // 8, windows[token] % 8] = queries[token]
+
+    def indices(rows: list[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=index_dtype, device=place.device)
+
+    place.kernels.store(
+        keys, values, indices(slots), cache_k, cache_v, queries, indices(windows), window_queries
+    )  # fmt: skip
+    for name, found, right in zip(("K", "V", "Q"), (cache_k, cache_v, window_queries), wanted, strict=True):
+        assert torch.equal(found, right), name
+    place.kernels.store(keys, values, indices([5, -1, -1, -1, -1]), cache_k, cache_v)
+    assert torch.equal(cache_k[0, 5], keys[0])
+    assert torch.equal(window_queries, wanted[2])
+
+
+def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
+    if not INTERPRETED:
+        pytest.skip("a check of the Triton launchers")
+    place = Place("triton", "cpu", torch.float32)
+    case = make_case(place, Sizes(num_layers=1, block_size=48))
+    with pytest.raises(KernelInputError, match="power of two up to 256, got 48"):
+        place.kernels.compact(case.cache_k, case.cache_v, None, *case.laid_out())
