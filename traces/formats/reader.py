@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from traces.builder import TableBuilder
+from traces.formats.bailian import CHAINED
 from traces.formats.cells import TICKS_PER_S, BadRowError, FailedRequestError, shown
 from traces.formats.detect import detect_format, missing_columns, named_format
 from traces.formats.layout import Format, Record, Row
@@ -30,9 +31,14 @@ class BadLine:
     detail: str
 
 
-def _csv_records(path: Path, fmt: Format) -> Iterator[tuple[int, Record | BadRowError]]:
+NumberedRecord = tuple[int, Record | BadRowError]
+Progress = Callable[[float], None]
+"""Told every few thousand lines which share of the file has been read, 0..1."""
+
+
+def _csv_records(path: Path, fmt: Format, on_progress: Progress | None) -> Iterator[NumberedRecord]:
     columns: list[str] = []
-    for line_number, line in numbered_lines(path):
+    for line_number, line in numbered_lines(path, on_progress):
         try:
             cells = split_cells(line)
         except BadRowError as error:
@@ -55,18 +61,20 @@ def _csv_records(path: Path, fmt: Format) -> Iterator[tuple[int, Record | BadRow
             raise TraceError(f"{path}:{line_number}: column {repeated[0]!r} stands twice in the header")
 
 
-def _jsonl_records(path: Path, _fmt: Format) -> Iterator[tuple[int, Record | BadRowError]]:
-    for line_number, line in numbered_lines(path):
+def _jsonl_records(
+    path: Path, _fmt: Format, on_progress: Progress | None
+) -> Iterator[tuple[int, Record | BadRowError]]:
+    for line_number, line in numbered_lines(path, on_progress):
         try:
             yield line_number, json_object(line)
         except BadRowError as error:
             yield line_number, error
 
 
-def _rows(path: Path, fmt: Format) -> Iterator[tuple[int, Row | BadRowError]]:
+def _rows(path: Path, fmt: Format, on_progress: Progress | None) -> Iterator[tuple[int, Row | BadRowError]]:
     read_row = fmt.begin(path)
     records = _csv_records if fmt.layout == "csv" else _jsonl_records
-    for line_number, record in records(path, fmt):
+    for line_number, record in records(path, fmt, on_progress):
         if isinstance(record, BadRowError):
             yield line_number, record
             continue
@@ -87,21 +95,36 @@ class _Intake:
     dropped: Counter[str]
 
 
-def _take_in(path: Path, fmt: Format, on_bad: Callable[[BadLine], None]) -> _Intake:
+@dataclass(frozen=True)
+class _Request:
+    """What the caller of a reader wants."""
+
+    path: Path
+    format: str | None
+    on_bad: Callable[[BadLine], None]  # may raise
+    strict_order: bool = False
+    on_progress: Progress | None = None
+
+
+def _take_in(wanted: _Request, fmt: Format) -> _Intake:
     clock = "ticks" if fmt.ticks else "arrival_s"
     intake = _Intake(TableBuilder(), array("q" if fmt.ticks else "d"), Counter())
     line_of: dict[str, int] = {}
-    for row_index, (line, found) in enumerate(_rows(path, fmt)):
+    for row_index, (line, found) in enumerate(_rows(wanted.path, fmt, wanted.on_progress)):
         row = found
         if not isinstance(row, BadRowError):
             identity = row.setdefault("id", str(row_index))
             first_line = line_of.setdefault(identity, line)
             if first_line != line:
                 row = BadRowError("id is repeated", f"id {shown(identity)} is repeated, first on line {first_line}")
+            elif wanted.strict_order and intake.times and row.get(clock, 0) < intake.times[-1]:
+                row = BadRowError(
+                    "earlier than the row before", f"arrives before the row above it: {clock} {row[clock]}"
+                )
         if isinstance(row, BadRowError):
             intake.dropped[row.reason] += 1
             if not isinstance(row, FailedRequestError):
-                on_bad(BadLine(line, row.reason, str(row)))
+                wanted.on_bad(BadLine(line, row.reason, str(row)))
             continue
         if clock in row:
             intake.times.append(row.pop(clock))
@@ -109,7 +132,7 @@ def _take_in(path: Path, fmt: Format, on_bad: Callable[[BadLine], None]) -> _Int
     return intake
 
 
-def _in_arrival_order(path: Path, intake: _Intake, strict: bool) -> tuple[RequestTable, list[str]]:
+def _in_arrival_order(intake: _Intake) -> tuple[RequestTable, list[str]]:
     """The rows with their times from the first one on, stably sorted; says what was changed."""
     table = intake.builder.build()
     if not intake.times:
@@ -122,11 +145,6 @@ def _in_arrival_order(path: Path, intake: _Intake, strict: bool) -> tuple[Reques
     num_backward = int(np.count_nonzero(np.diff(times) < 0))
     if not num_backward:
         return table, []
-    if strict:
-        row = int(np.argmax(np.diff(times) < 0)) + 1
-        raise TraceError(
-            f"{path}: request {table[row].id!r} arrives {seconds[row - 1] - seconds[row]:g} s before the one above it"
-        )
     order = np.argsort(times, kind="stable")
     return table.take(order.tolist()), [f"sorted by arrival ({num_backward} rows came earlier than the row before)"]
 
@@ -157,6 +175,8 @@ def _meta(path: Path, fmt: Format, intake: _Intake, table: RequestTable, changes
     elif known.rows_read and known.rows_kept != len(table) + sum(intake.dropped.values()):
         found = len(table) + sum(intake.dropped.values())
         changes = [f"edited after writing: {known.rows_kept} rows by its metadata, {found} found", *changes]
+    if known.block_id_kind == "content":
+        changes = [CHAINED, *changes]
     dropped = Counter(known.dropped) + intake.dropped
     return replace(
         known,
@@ -169,13 +189,17 @@ def _meta(path: Path, fmt: Format, intake: _Intake, table: RequestTable, changes
 
 
 def read_trace(
-    path: Path | str, format: str | None = None, skip_bad: bool = False, strict_order: bool = False
+    path: Path | str,
+    format: str | None = None,
+    skip_bad: bool = False,
+    strict_order: bool = False,
+    on_progress: Progress | None = None,
 ) -> Workload:
     """The workload in the file, in order of arrival (rows of equal time keep the file's order).
 
     The format is told by the columns unless named. A bad row is a `TraceError` with file, line and value, or with
     `skip_bad` counted by reason in `meta.dropped`. Rows out of time order are sorted stably and that is noted in
-    `meta.modifications`; with `strict_order` they are an error. A file without a good row is an error.
+    `meta.modifications`; with `strict_order` they are bad rows. A file without a good row is an error.
     """
     path = Path(path)
 
@@ -183,30 +207,44 @@ def read_trace(
         if not skip_bad:
             raise TraceError(f"{path}:{bad.line}: {bad.detail}")
 
-    return _read(path, format, refuse, strict_order)
+    return _read(_Request(path, format, refuse, strict_order, on_progress))
 
 
-def _read(path: Path, format: str | None, on_bad: Callable[[BadLine], None], strict_order: bool) -> Workload:
-    fmt = detect_format(path) if format is None else named_format(format)
-    intake = _take_in(path, fmt, on_bad)
+def _read(wanted: _Request) -> Workload:
+    path = wanted.path
+    fmt = detect_format(path) if wanted.format is None else named_format(wanted.format)
+    intake = _take_in(wanted, fmt)
     if not len(intake.builder):
         reasons = ", ".join(f"{count} x {reason}" for reason, count in intake.dropped.items())
-        raise TraceError(f"{path}: has no rows" + (f" left: {reasons}" if reasons else ""))
-    table, changes = _in_arrival_order(path, intake, strict_order)
+        raise EmptyTraceError(f"{path}: has no rows" + (f" left: {reasons}" if reasons else ""))
+    table, changes = _in_arrival_order(intake)
     return Workload(table, _meta(path, fmt, intake, table, [*fmt.modifications, *changes]))
+
+
+class EmptyTraceError(TraceError):
+    """A trace in which no row is left."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What reading a whole file found: the first bad rows, how many there are by reason, and what could be read."""
+    """What reading a whole file found: the first bad rows, how many there are, what could be read (or None)."""
 
     bad_lines: tuple[BadLine, ...]
     num_bad: int
-    workload: Workload
+    workload: Workload | None
 
 
-def check_trace(path: Path | str, format: str | None = None, limit: int = 20) -> CheckReport:
-    """Read the whole file and report its bad rows, the first `limit` in full. Raises as `read_trace` does otherwise."""
+def check_trace(
+    path: Path | str,
+    format: str | None = None,
+    limit: int = 20,
+    strict_order: bool = False,
+    on_progress: Progress | None = None,
+) -> CheckReport:
+    """Read the whole file and report its bad rows, the first `limit` in full.
+
+    Raises `TraceError` for what is wrong with the file as a whole: unknown format, missing columns, not text, no row.
+    """
     bad_lines: list[BadLine] = []
     num_bad = 0
 
@@ -216,5 +254,10 @@ def check_trace(path: Path | str, format: str | None = None, limit: int = 20) ->
         if len(bad_lines) < limit:
             bad_lines.append(bad)
 
-    workload = _read(Path(path), format, note, strict_order=False)
+    try:
+        workload: Workload | None = _read(_Request(Path(path), format, note, strict_order, on_progress))
+    except EmptyTraceError:
+        if not num_bad:
+            raise
+        workload = None
     return CheckReport(tuple(bad_lines), num_bad, workload)

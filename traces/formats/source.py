@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from traces.formats.cells import BadRowError, shown
 from traces.workload import TraceError
 
 GZIP_MAGIC = b"\x1f\x8b"
+PROGRESS_LINES = 4096
 
 
 def trace_name(path: Path) -> str:
@@ -33,15 +34,21 @@ def file_sha256(path: Path) -> str:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line that is not blank with its number from 1; raises `TraceError` for what is not readable text."""
+def numbered_lines(path: Path, on_progress: Callable[[float], None] | None = None) -> Iterator[tuple[int, str]]:
+    """Every line that is not blank with its number from 1; raises `TraceError` for what is not readable text.
+
+    `on_progress` is told now and then which share of the file's bytes has been read.
+    """
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == GZIP_MAGIC
             raw.seek(0)
+            num_bytes = max(path.stat().st_size, 1)
             data = gzip.GzipFile(fileobj=raw) if packed else raw
             with io.TextIOWrapper(data, encoding="utf-8-sig") as lines:  # universal newlines: CRLF and LF alike
                 for line_number, line in enumerate(lines, 1):
+                    if on_progress is not None and line_number % PROGRESS_LINES == 0:
+                        on_progress(raw.tell() / num_bytes)
                     stripped = line.strip()
                     if stripped:
                         yield line_number, stripped
