@@ -55,7 +55,8 @@ TABLES: dict[str, pa.Schema] = {
     # One row a step. Counts hold while the step runs; `free_blocks` includes `cached_blocks`.
     "steps": _schema(
         step=I64, start_s=F64, end_s=F64, output_tokens=I32, decodes=I32, context_tokens=I64, prefills=I32,
-        prefill_tokens=I32, prefill_pairs=I64, compressions=I32, compressing=I32, swaps=I32, preemptions=I32, running=I32, waiting=I32,
+        prefill_tokens=I32, prefill_pairs=I64, compressions=I32, compressing=I32, swaps=I32, preemptions=I32,
+        running=I32, waiting=I32,
         waiting_for_slot=I32, waiting_for_block=I32, free_blocks=I32, cached_blocks=I32, shared_extra=I32,
         stored_tokens=I64,
     ),

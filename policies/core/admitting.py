@@ -132,7 +132,7 @@ def _start_prefill(state: State, request: Request, hits: list[int], num_new: int
     state.waiting.charge(request, request.total_tokens)
     size = state.limits.block_size
     adopt(state, request, hits)
-    fresh = state.pool.take_many(num_new)
+    fresh = state.pool.take(num_new)
     request.table += fresh
     request.computed_tokens = len(hits) * size
     request.prefill_until = request.total_tokens
@@ -154,7 +154,7 @@ def _swap_in(state: State, plan: StepPlan, request: Request) -> int | None:
     if not _slot_allows(state, held, fill) or not _blocks_allow(state, request, held + grows):
         return None
     _enter_line(state, request)
-    request.table = state.pool.take_many(held)
+    request.table = state.pool.take(held)
     if _needs_slot_now(state, held, fill):
         state.take_slot(request)
     request.in_flight = True

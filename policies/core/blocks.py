@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from policies.core.prefix import Content, PrefixEntry, PrefixIndex
+from policies.core.prefix import Content, OwnContent, PrefixEntry, PrefixIndex
 
 
 class BlockState(IntEnum):
@@ -44,7 +44,9 @@ class BlockPool:
         self.num_cached = 0
         self.num_shared_extra = 0  # sum of (references - 1) over owned blocks
         self.refs = [0] * num_blocks
-        self.entries: list[PrefixEntry | None] = [None] * num_blocks  # what a block's content can be matched as
+        self.entries: list[PrefixEntry | OwnContent | None] = [
+            None
+        ] * num_blocks  # what a block's content can be matched as
         self.targets: set[int] = set()
         self.held: set[int] = set()
         self._line: deque[int] = deque(range(num_blocks))
@@ -55,22 +57,24 @@ class BlockPool:
         """Blocks with at least one owner."""
         return self.num_blocks - self.num_free
 
-    def take(self) -> int:
-        """Give the next reusable block to one owner; its old content is forgotten. The caller checked `num_free`."""
-        block = self._line.popleft()
-        while self._stale and block in self._stale:
-            self._drop_stale(block)
-            block = self._line.popleft()
-        self.num_free -= 1
-        self.refs[block] = 1
-        if self.entries[block] is not None:
-            self.num_cached -= 1
-            self.forget(block)
-        return block
+    def take(self, count: int) -> list[int]:
+        """Give the next `count` reusable blocks to one owner each, in reuse order; their old content is forgotten.
 
-    def take_many(self, count: int) -> list[int]:
-        """Give the next `count` reusable blocks to one owner each, in reuse order."""
-        return [self.take() for _ in range(count)]
+        The caller has checked `num_free`.
+        """
+        line, refs = self._line, self.refs
+        take_next = self._next if self._stale else line.popleft
+        taken = [take_next() for _ in range(count)]
+        self.num_free -= count
+        for block in taken:
+            refs[block] = 1
+        if self.num_cached:
+            entries = self.entries
+            for block in taken:
+                if entries[block] is not None:
+                    self.num_cached -= 1
+                    self.forget(block)
+        return taken
 
     def retain(self, block: int) -> None:
         """Add an owner to a block whose content was matched."""
@@ -100,20 +104,20 @@ class BlockPool:
             return BlockState.CACHED
         return BlockState.FREE
 
-    def release_private(self, blocks: Sequence[int]) -> None:
-        """Free blocks that one owner holds alone and whose content nobody can match, in the order given."""
+    def release_private(self, blocks: Sequence[int], matchable: bool = False) -> None:
+        """Free blocks that one owner holds alone, in the order given: all with matchable content, or none."""
         refs = self.refs
         for block in blocks:
             assert refs[block] == 1, f"block {block} has {refs[block]} owners and cannot be freed as private"
             refs[block] = 0
         self._line.extend(blocks)
         self.num_free += len(blocks)
+        if matchable:
+            self.num_cached += len(blocks)
 
-    def register(
-        self, index: PrefixIndex, parent: PrefixEntry | None, content: Content, block: int, private: bool = False
-    ) -> PrefixEntry:
+    def register(self, index: PrefixIndex, parent: PrefixEntry | None, content: Content, block: int) -> PrefixEntry:
         """Make an owned block's content matchable as `content` after `parent`; an older copy is no longer found."""
-        entry, older = index.register(parent, content, block, private)
+        entry, older = index.register(parent, content, block)
         if older is not None and older != block:
             self.entries[older] = None
             if not self.refs[older]:
@@ -121,12 +125,18 @@ class BlockPool:
         self.entries[block] = entry
         return entry
 
+    def shareable_entry(self, block: int) -> PrefixEntry:
+        """The index entry of a block that was just matched by content."""
+        entry = self.entries[block]
+        assert isinstance(entry, PrefixEntry)
+        return entry
+
     def forget(self, block: int) -> None:
         """Make a block's content unmatchable: it is about to be overwritten. No effect on one without an entry."""
         entry = self.entries[block]
-        if entry is not None:
+        if isinstance(entry, PrefixEntry):
             entry.index.remove(entry)
-            self.entries[block] = None
+        self.entries[block] = None
 
     def state(self, block: int) -> BlockState:
         """What the block is now."""
@@ -147,9 +157,14 @@ class BlockPool:
             count += 1
         return count
 
-    def _drop_stale(self, block: int) -> None:
-        left = self._stale[block] - 1
-        if left:
-            self._stale[block] = left
-        else:
-            del self._stale[block]
+    def _next(self) -> int:
+        """The head of the reuse line, places that no longer count left out."""
+        block = self._line.popleft()
+        while block in self._stale:
+            left = self._stale[block] - 1
+            if left:
+                self._stale[block] = left
+            else:
+                del self._stale[block]
+            block = self._line.popleft()
+        return block

@@ -11,6 +11,8 @@ from policies.core.blocks import BlockPool
 from policies.core.events import Journal, Kind
 from policies.core.request import Phase, Request
 
+GREW = int(Kind.GREW)
+
 
 class Decoding:
     """Members decode one token a step. `tick` counts decode steps; all tick arguments are values of it."""
@@ -93,14 +95,40 @@ class Decoding:
         else:
             entries.append(request)
 
+    def grow_all(self, pool: BlockPool, journal: Journal) -> bool:
+        """Give every member that needs a block in the next decode step one; False (and nothing done) if they lack.
+
+        Members that now hold as many blocks as need a decision may have fallen due.
+        """
+        requests = self._growth.get(self.tick)
+        if requests is None:
+            return True
+        if len(requests) > pool.num_free:
+            return False
+        del self._growth[self.tick]
+        self._grow_all(requests, pool, journal, self.tick)
+        return True
+
     def take_growing(self) -> list[Request]:
         """Members that need a block in the next decode step; they are handed out once."""
         tick = self.tick
         return [request for request in self._growth.pop(tick, ()) if request.grow_tick == tick]
 
     def take_due(self, tick: int) -> list[Request]:
-        """Members with something to decide in the decode step `tick`; they are handed out once."""
+        """Members that end with the decode step `tick`, or have something to decide in it; handed out once."""
         return [request for request in self._due.pop(tick, ()) if request.due_tick == tick]
+
+    def take_undecided(self) -> list[Request]:
+        """Members with something to decide in the next decode step besides ending with it; handed out once."""
+        floor = self._floor
+        if floor is None or self.tick not in self._due:
+            return []
+        due = self.take_due(self.tick)
+        only_ending = [request for request in due if len(request.table) < floor]
+        if only_ending:
+            self._due[self.tick] = only_ending
+            heappush(self._heap, self.tick)
+        return [request for request in due if len(request.table) >= floor]
 
     def next_due(self) -> int | None:
         """The first decode step in which something must be decided, or None without members."""
@@ -148,17 +176,20 @@ class Decoding:
         tick, size, floor, growth = self.tick, self._block_size, self._floor, self._growth
         next_tick = tick + size
         later: list[Request] = []
-        rows, blocks, step = journal.rows, journal.blocks, journal.step
-        if len(requests) > 1:
-            requests.sort(key=_line)
+        growing: list[Request] = []
         for request in requests:
-            if request.grow_tick != tick:
-                continue
-            block = pool.take()
+            if request.grow_tick == tick:
+                request.grow_tick = -1  # it may stand here twice: once before it was preempted, once since
+                growing.append(request)
+        if len(growing) > 1:
+            growing.sort(key=_line)
+        taken = pool.take(len(growing))
+        rows, step = journal.rows, journal.step
+        journal.blocks += taken
+        for request, block in zip(growing, taken, strict=True):
             table = request.table
             table.append(block)
-            rows += (step, Kind.GREW, request.number, 0, 1)
-            blocks.append(block)
+            rows += (step, GREW, request.number, 0, 1)
             if floor is not None and len(table) >= floor:
                 self.settle(request)
                 self.schedule(request)

@@ -4,7 +4,7 @@ from policies.core.events import Kind
 from policies.core.plan import StepPlan, SwapTask
 from policies.core.policy import ComesBack
 from policies.core.request import Phase, Request
-from policies.core.sharing import register_own
+from policies.core.sharing import keep_own
 from policies.core.state import State
 
 
@@ -57,7 +57,7 @@ def preempt(state: State, plan: StepPlan, request: Request) -> None:
     computed = request.computed_tokens if in_prefill else request.total_tokens - 1
     request.high_water = max(request.high_water, computed)
     request.computed_tokens = 0
-    register_own(state, request, computed)
+    keep_own(state, request, computed)
     state.journal.emit(Kind.PREEMPTED, request.number, computed)
     state.leave(request)
     state.enter(request, Phase.PREEMPTED)
@@ -82,14 +82,14 @@ def _swap_out(state: State, plan: StepPlan, request: Request) -> None:
     state.enter(request, Phase.SWAPPED)
 
 
-def finish_nswap_out(state: State, request: Request) -> None:
+def finish_swap_out(state: State, request: Request) -> None:
     """The copy is in host memory: the blocks are free, the request waits to be brought back."""
     state.pool.held.difference_update(request.table)
     request.in_flight = False
     state.leave(request)
 
 
-def finish_nswap_in(state: State, request: Request) -> None:
+def finish_swap_in(state: State, request: Request) -> None:
     """The copy is back on the device: the request decodes again."""
     request.in_flight = False
     state.host_blocks_used -= request.swapped_blocks

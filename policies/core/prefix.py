@@ -12,25 +12,31 @@ def chained_hash(parent: int, content: Content, salt: int) -> int:
 
 
 class PrefixEntry:
-    """One matchable block: its content, what comes before it, and where it lies."""
+    """One block that any request can match: its content, what comes before it, and where it lies."""
 
-    __slots__ = ("block", "content", "hash", "index", "parent", "private")
+    __slots__ = ("block", "content", "hash", "index", "parent")
 
     def __init__(
-        self,
-        index: "PrefixIndex",
-        parent: "PrefixEntry | None",
-        content: Content,
-        hash_: int,
-        block: int,
-        private: bool,
+        self, index: "PrefixIndex", parent: "PrefixEntry | None", content: Content, hash_: int, block: int
     ) -> None:
         self.index = index
         self.parent = parent
         self.content = content
         self.hash = hash_
         self.block = block
-        self.private = private  # only the request that wrote it can ever match it
+
+
+class OwnContent:
+    """Marks blocks whose content only the request that wrote them can match again: they need no hash.
+
+    Attributes:
+        table: the request's block table when it gave its blocks up; a block of it still counts while it is so marked.
+    """
+
+    __slots__ = ("table",)
+
+    def __init__(self) -> None:
+        self.table: list[int] = []
 
 
 class PrefixIndex:
@@ -58,16 +64,14 @@ class PrefixIndex:
             yield entry
             parent = entry
 
-    def register(
-        self, parent: PrefixEntry | None, content: Content, block: int, private: bool = False
-    ) -> tuple[PrefixEntry, int | None]:
+    def register(self, parent: PrefixEntry | None, content: Content, block: int) -> tuple[PrefixEntry, int | None]:
         """Make `block` findable as `content` after `parent`; also returns the block that was found there so far."""
         hash_ = self._hash(parent.hash if parent else 0, content, self._salt)
         entry = self._find(parent, content, hash_)
         if entry is not None:
             older, entry.block = entry.block, block
             return entry, older
-        entry = PrefixEntry(self, parent, content, hash_, block, private)
+        entry = PrefixEntry(self, parent, content, hash_, block)
         self._buckets.setdefault(hash_, []).append(entry)
         self.num_entries += 1
         return entry, None

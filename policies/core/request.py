@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from policies.core.prefix import PrefixEntry, PromptContent
+from policies.core.prefix import OwnContent, PrefixEntry, PromptContent
 
 
 class Phase(IntEnum):
@@ -68,6 +68,7 @@ class Request:
         "missed_window",
         "num_registered",
         "number",
+        "own",
         "phase",
         "phase_ns",
         "phase_since",
@@ -133,6 +134,7 @@ class Request:
         # what it holds
         self.table: list[int] = []
         self.num_registered = 0  # leading blocks of the table that were put into the prefix index
+        self.own: OwnContent | None = None  # what it gave up when it was preempted
         self.tail: PrefixEntry | None = None  # the entry of the last of them, parent of the next
         self.slot = -1
         self.line = -1  # place in the running line

@@ -4,6 +4,7 @@ from policies.core.events import Kind, Reason
 from policies.core.giving_way import find_victim, preempt
 from policies.core.plan import CompressionTask, StepPlan
 from policies.core.policy import Join
+from policies.core.prefix import PrefixEntry
 from policies.core.request import Phase, Request
 from policies.core.state import State
 
@@ -98,9 +99,9 @@ def _grow(state: State, plan: StepPlan, request: Request) -> None:
     """One more block."""
     if not _find_blocks(state, plan, request, 1):
         return
-    block = state.pool.take()
-    request.table.append(block)
-    state.journal.emit(Kind.GREW, request.number, 0, (block,))
+    taken = state.pool.take(1)
+    request.table += taken
+    state.journal.emit(Kind.GREW, request.number, 0, taken)
     _go_on(state, request)
 
 
@@ -111,8 +112,7 @@ def _leading(state: State, request: Request) -> tuple[int, int]:
     if state.policy.prefix.keeps:
         entries = state.pool.entries
         while worth < len(request.table):
-            entry = entries[request.table[worth]]
-            if entry is None or entry.private:
+            if not isinstance(entries[request.table[worth]], PrefixEntry):
                 break
             worth += 1
     return shared, worth
@@ -139,7 +139,7 @@ def _compress(state: State, plan: StepPlan, request: Request) -> None:
         state.stalled.pop(request.line, None)
         state.paused.pop(request.line, None)
         state.enter(request, Phase.COMPRESSING)
-    task = _reduce(state, request, left, lead, state.pool.take_many(fresh))
+    task = _reduce(state, request, left, lead, state.pool.take(fresh))
     plan.compressions.append(task)
     state.compressing.append(task)
     if state.policy.compression.join is Join.BLOCKING:
@@ -153,8 +153,7 @@ def _reduce(state: State, request: Request, left: int, lead: int, fresh: list[in
     kept = set(targets)
     lost = 0
     for block in targets[len(fresh) :]:
-        entry = state.pool.entries[block]
-        lost += entry is not None and not entry.private
+        lost += isinstance(state.pool.entries[block], PrefixEntry)
         state.pool.forget(block)
     if lost:
         state.journal.emit(Kind.PREFIX_LOST, request.number, lost)
@@ -186,10 +185,10 @@ def _settle_tables(state: State, task: CompressionTask) -> None:
     state.pool.targets.difference_update(task.targets)
     request.in_flight = False
     request.table = list(task.targets)
-    request.num_registered, request.tail = 0, None
+    request.num_registered, request.tail, request.own = 0, None, None
     request.missed_window = -1
     if task.dropped:
-        state.release(request, task.dropped)
+        state.release_each(request, task.dropped)
 
 
 def abandon_compression(state: State, task: CompressionTask) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from policies.core.admitting import plan_prefill
 from policies.core.errors import DuplicateRequestError, StuckError, UnknownRequestError
 from policies.core.events import Kind, Reason, Sink
-from policies.core.giving_way import finish_nswap_in, finish_nswap_out
+from policies.core.giving_way import finish_swap_in, finish_swap_out
 from policies.core.intake import admissible, make_request
 from policies.core.limits import Limits
 from policies.core.plan import NOTHING, Outcome, PrefillChunk, StepPlan
@@ -214,7 +214,7 @@ class Scheduler:
         swaps, state.swapping = state.swapping, []
         for swap in swaps:
             request = swap.request
-            (finish_nswap_out if swap.out else finish_nswap_in)(state, request)
+            (finish_swap_out if swap.out else finish_swap_in)(state, request)
             if request.to_abort:
                 self._end_in_flight(request)
             elif swap.out:
@@ -226,11 +226,13 @@ class Scheduler:
         state.room_due = False
         if state.slots_due:
             self._hand_out_slots()
-        due = decoding.take_due(decoding.tick) + decoding.take_growing()
-        if state.stalled or state.paused:
+        due = decoding.take_undecided()
+        if due or state.stalled or state.paused or not decoding.grow_all(state.pool, state.journal):
+            due += decoding.take_growing()
             due += state.stalled.values()
-            room = state.limits.max_running - decoding.num_requests
-            due += list(state.paused.values())[: max(room, 0)]
+            due += list(state.paused.values())[: max(state.limits.max_running - decoding.num_requests, 0)]
+        else:
+            due = decoding.take_undecided()  # growth may have brought a member to its window
         if len(due) > 1:
             due.sort(key=lambda request: request.line)
         for request in due:

@@ -1,23 +1,29 @@
 """Prefix sharing: what of a request's table can be matched, by others or by itself."""
 
-from policies.core.prefix import Content
+from policies.core.prefix import OwnContent
 from policies.core.request import Request
 from policies.core.state import State
 
-OWN = -1  # marks content that only its writer knows
-
-
-def content(request: Request, index: int) -> Content:
-    """What full block `index` of an uncompressed request holds: a shareable prompt block, or one of its own."""
-    return request.content[index] if index < request.content.num_blocks else (OWN, request.number, index)
-
 
 def match(state: State, request: Request) -> list[int]:
-    """Blocks that hold the request's leading tokens already, all but its last token at most."""
+    """Blocks that hold the request's leading tokens already, all but its last token at most.
+
+    First shareable prompt blocks, found by content; then, if all of those are there, blocks that only the request
+    itself can match: what it gave up when it was preempted and nobody has reused yet.
+    """
     if state.index is None:
         return []
     usable = (request.total_tokens - 1) // state.limits.block_size
-    return [entry.block for entry in state.index.match(content(request, index) for index in range(usable))]
+    content, own = request.content, request.own
+    shareable = min(content.num_blocks, usable)
+    hits = [entry.block for entry in state.index.match(content[index] for index in range(shareable))]
+    if own is not None and len(hits) == shareable:
+        entries = state.pool.entries
+        for block in own.table[shareable:usable]:
+            if entries[block] is not own:
+                break
+            hits.append(block)
+    return hits
 
 
 def adopt(state: State, request: Request, blocks: list[int]) -> None:
@@ -25,8 +31,8 @@ def adopt(state: State, request: Request, blocks: list[int]) -> None:
     for block in blocks:
         state.pool.retain(block)
     request.table = list(blocks)
-    request.num_registered = len(blocks)
-    request.tail = state.pool.entries[blocks[-1]] if blocks else None
+    request.num_registered = min(len(blocks), request.content.num_blocks)
+    request.tail = state.pool.shareable_entry(blocks[request.num_registered - 1]) if request.num_registered else None
 
 
 def register_prompt(state: State, request: Request, computed_tokens: int) -> None:
@@ -34,34 +40,27 @@ def register_prompt(state: State, request: Request, computed_tokens: int) -> Non
     if state.index is None:
         return
     full = min(request.content.num_blocks, computed_tokens // state.limits.block_size)
-    if request.num_registered < full:
-        _register(state, request, full)
+    for index in range(request.num_registered, full):
+        request.tail = state.pool.register(state.index, request.tail, request.content[index], request.table[index])
         state.admission_due = True
+    request.num_registered = max(request.num_registered, full)
 
 
-def register_own(state: State, request: Request, computed_tokens: int) -> None:
-    """Before its blocks are given up to be recomputed: let the request find its own full blocks again.
-
-    Nobody else can match them, so they are not worth an entry earlier.
-    """
-    if state.index is not None and not request.compressions:
-        _register(state, request, computed_tokens // state.limits.block_size)
+def keep_own(state: State, request: Request, computed_tokens: int) -> None:
+    """Before its blocks are given up to be recomputed: mark its other full blocks, so that it can find them again."""
+    if state.index is None or request.compressions:
+        return
+    if request.own is None:
+        request.own = OwnContent()
+    request.own.table = request.table
+    entries, own = state.pool.entries, request.own
+    for block in request.table[request.num_registered : computed_tokens // state.limits.block_size]:
+        entries[block] = own
 
 
 def forget_own(state: State, request: Request) -> None:
-    """The request ends: blocks that only it could match are of no use any more."""
-    if state.index is None:
-        return
-    for block in request.table[: request.num_registered]:
-        entry = state.pool.entries[block]
-        if entry is not None and entry.private:
-            state.pool.forget(block)
-
-
-def _register(state: State, request: Request, full: int) -> None:
-    assert state.index is not None
-    shareable = request.content.num_blocks
-    for index in range(request.num_registered, full):
-        block, known = request.table[index], content(request, index)
-        request.tail = state.pool.register(state.index, request.tail, known, block, private=index >= shareable)
-    request.num_registered = max(request.num_registered, full)
+    """The request ends, or its blocks are about to be overwritten: what only it could match is of no use any more."""
+    if request.own is not None:
+        entries = state.pool.entries
+        for block in request.table[request.num_registered :]:
+            entries[block] = None

@@ -115,15 +115,24 @@ class State:
 
     def release(self, request: Request, blocks: Sequence[int]) -> None:
         """The request gives up `blocks` (in table order), last first: a prefix is reused after its extensions."""
-        backwards = list(reversed(blocks))
         self.admission_due = self.room_due = True
-        if self.index is None:
-            self.pool.release_private(backwards)
-            self.journal.emit(Kind.FREED, request.number, 0, backwards)
-            return
+        indexed = min(request.num_registered, len(blocks))
+        own, entries = indexed, self.pool.entries
+        while own < len(blocks) and entries[blocks[own]] is not None:
+            own += 1
+        for kind, run in ((Kind.FREED, blocks[own:]), (Kind.CACHED, blocks[indexed:own])):
+            if run:
+                backwards = list(reversed(run))
+                self.pool.release_private(backwards, matchable=kind is Kind.CACHED)
+                self.journal.emit(kind, request.number, 0, backwards)
+        self.release_each(request, blocks[:indexed])
+
+    def release_each(self, request: Request, blocks: Sequence[int]) -> None:
+        """Give up blocks that others may own or match, one by one, last first."""
+        self.admission_due = self.room_due = True
         run: list[int] = []
         run_kind = Kind.FREED
-        for block in backwards:
+        for block in reversed(blocks):
             kind = RELEASED_AS[self.pool.release(block)]
             if kind is not run_kind and run:
                 self.journal.emit(run_kind, request.number, 0, run)
