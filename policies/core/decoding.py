@@ -95,6 +95,13 @@ class Decoding:
         else:
             entries.append(request)
 
+    def reschedule_growth(self, request: Request) -> None:
+        """A settled member has grown and is still free to grow: only the step of its next block has changed."""
+        tick = self.tick + len(request.table) * self._block_size + 1 - request.cache_tokens
+        request.grow_tick = tick
+        if tick <= request.due_tick:
+            self._growth.setdefault(tick, []).append(request)
+
     def grow_all(self, pool: BlockPool, journal: Journal) -> bool:
         """Give every member that needs a block in the next decode step one; False (and nothing done) if they lack.
 

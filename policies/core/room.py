@@ -56,7 +56,10 @@ def _lacks_slot(state: State, request: Request, held: int) -> bool:
 def _go_on(state: State, request: Request) -> None:
     """It decodes in this step."""
     if request.phase is Phase.DECODE:
-        state.decoding.schedule(request)
+        if state.floor is None or len(request.table) < state.floor:
+            state.decoding.reschedule_growth(request)
+        else:
+            state.decoding.schedule(request)
         return
     state.stalled.pop(request.line, None)
     state.paused.pop(request.line, None)
