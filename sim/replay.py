@@ -16,6 +16,7 @@ from policies.core.policy import Policy
 from policies.record import names
 from policies.spec import load_policy, policy_digest, policy_to_toml
 from sim.cost import CostModel, roofline
+from sim.errors import SimError
 from sim.hardware import Gpu, Model, find_gpu, find_model
 from sim.memory import MemorySettings, plan_memory
 from sim.simulator import Progress, Simulation
@@ -50,17 +51,36 @@ def _show(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def default_limits(gpu: Gpu, model: Model, policy: Policy, block_size: int = 256, **changes: int | None) -> Limits:
+def default_limits(
+    gpu: Gpu,
+    model: Model,
+    policy: Policy,
+    block_size: int = 256,
+    utilisation: float | None = None,
+    **changes: int | None,
+) -> Limits:
     """Limits of a whole card: blocks from its memory, positions from the model; `changes` other than None replace them.
 
-    Raises MemoryPlanError when the model leaves no room for a block.
+    `utilisation` is the share of the card's memory that counts, by default that of `MemorySettings`. Raises
+    MemoryPlanError when the model leaves no room for a block, SimError beyond the model's positions.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     base = Limits(num_blocks=1, block_size=block_size, max_model_len=model.max_positions)
     limits = replace(base, **{name: value for name, value in given.items() if name != "num_blocks"})
+    if limits.max_model_len > model.max_positions:
+        raise SimError(
+            f"max_model_len {limits.max_model_len} is beyond the {model.max_positions} positions of model {model.name}"
+        )
     if "num_blocks" not in given:
         floor = policy.budget.floor(block_size)
-        settings = MemorySettings(block_size=block_size, max_batched_tokens=limits.max_batched_tokens)
+        settings = MemorySettings(
+            block_size=block_size,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_running=limits.max_running,
+            max_model_len=limits.max_model_len,
+        )
+        if utilisation is not None:
+            settings = replace(settings, utilisation=utilisation)
         if floor is not None:
             slots = getattr(policy.slots, "num_slots", 0) or limits.max_running
             settings = replace(settings, num_slots=slots, window=policy.compression.window, budget_blocks=floor)
@@ -159,8 +179,7 @@ def _run(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Run:
 
 
 def _results(simulation: Simulation, started: float) -> dict[str, Any]:
-    """What is known once the simulation has stopped."""
-    simulation.flush()
+    """What is known once the simulation has stopped (and has flushed what it had)."""
     return {
         "digest": simulation.scheduler.digest(),
         "num_steps": simulation.scheduler.next_step,
@@ -185,7 +204,12 @@ def _manifest(
         "policy": policy.name,
         "policy_toml": policy_to_toml(policy),
         "policy_digest": policy_digest(policy),
-        "workload": {"name": meta.name, "num_requests": len(workload), "modifications": list(meta.modifications)},
+        "workload": {
+            "name": meta.name,
+            "source": meta.source,  # of a synthetic workload its recipe and seed
+            "num_requests": len(workload),
+            "modifications": list(meta.modifications),
+        },
         "workload_sha256": workload.sha256,
         "gpu": gpu.name,
         "model": model.name,

@@ -1,0 +1,120 @@
+"""Everything a run needs besides its workload, as plain values: what a command line names and a sweep varies."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from policies.core.limits import Limits
+from policies.core.policy import Policy
+from policies.spec import load_policy
+from sim.cost import CostModel, roofline
+from sim.errors import SimError
+from sim.hardware import Gpu, Model, find_gpu, find_model
+from sim.profile import from_profile, load_profile
+from sim.replay import Run, default_limits, replay
+from sim.simulator import Progress
+from traces.workload import Workload
+
+DEFAULT_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A scenario's names looked up."""
+
+    policy: Policy
+    gpu: Gpu
+    model: Model
+    limits: Limits
+    cost: CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One point of a sweep. None leaves a size to the card, the model, or the default of `Limits`."""
+
+    policy: str = "hybrid"
+    gpu: str = "h200"
+    model: str = "qwen3-8b"
+    kv_blocks: int | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE  # tokens
+    max_batched_tokens: int | None = None
+    max_running: int | None = None
+    max_model_len: int | None = None
+    host_blocks: int | None = None
+    memory_utilisation: float | None = None  # share of the card's memory; only where the card gives the blocks
+    length_multiplier: float = 1.0
+    cost: str | None = None  # path of a measured profile; None: the card's roofline
+
+    def set_up(self) -> Setup:
+        """Look every name up and check the sizes. Raises PolicyError, SimError, ConfigError."""
+        if self.memory_utilisation is not None and self.kv_blocks is not None:
+            raise SimError("memory-utilisation decides how many blocks fit: it cannot be given together with kv-blocks")
+        if not 0 < self.length_multiplier < float("inf"):
+            raise SimError(f"length-multiplier must be a finite number above 0, got {self.length_multiplier!r}")
+        policy, gpu, model = load_policy(self.policy), find_gpu(self.gpu), find_model(self.model)
+        limits = default_limits(
+            gpu,
+            model,
+            policy,
+            self.block_size,
+            self.memory_utilisation,
+            num_blocks=self.kv_blocks,
+            max_batched_tokens=self.max_batched_tokens,
+            max_running=self.max_running,
+            max_model_len=self.max_model_len,
+            host_blocks=self.host_blocks,
+        )
+        return Setup(policy, gpu, model, limits, self._cost(policy, gpu, model))
+
+    def run(
+        self,
+        workload: Workload,
+        out: Path | str | None = None,
+        quiet: bool = True,
+        progress: Progress | None = None,
+    ) -> Run:
+        """Replay the workload, as `sim.replay.replay` does. Raises what `set_up` and `check_blocks` raise."""
+        setup = self.set_up()
+        check_blocks(workload, self.block_size)
+        return replay(
+            workload,
+            setup.policy,
+            setup.gpu,
+            setup.model,
+            setup.limits,
+            setup.cost,
+            out,
+            self.length_multiplier,
+            quiet,
+            progress,
+        )
+
+    def _cost(self, policy: Policy, gpu: Gpu, model: Model) -> CostModel:
+        window = policy.compression.window
+        if self.cost is None:
+            return roofline(gpu, model, window=window, block_size=self.block_size)
+        profile = load_profile(Path(self.cost))
+        if (profile.gpu, profile.model) != (gpu.name, model.name):
+            raise SimError(
+                f"profile {self.cost} was measured on {profile.gpu} with {profile.model}, "
+                f"not on {gpu.name} with {model.name}"
+            )
+        measured, wanted = (profile.block_size, profile.window), (self.block_size, window)
+        if policy.budget.floor(self.block_size) is not None and measured != wanted:
+            raise SimError(
+                f"profile {self.cost} holds for compressions with blocks of {measured[0]} and a window of {measured[1]}"
+                f", not for blocks of {wanted[0]} and a window of {wanted[1]}"
+            )
+        return from_profile(profile)
+
+
+def check_blocks(workload: Workload, block_size: int) -> None:
+    """Raise SimError when the pool's blocks do not divide those that the workload's prefix ids stand for."""
+    traced = workload.meta.block_size
+    if traced is None or traced % block_size == 0:
+        return
+    choices = [str(size) for size in range(traced, 0, -1) if traced % size == 0]
+    raise SimError(
+        f"blocks of {block_size} tokens do not divide the {traced} prompt tokens that a prefix id of "
+        f"{workload.meta.name!r} stands for (choices: {', '.join(choices)})"
+    )

@@ -1,0 +1,43 @@
+"""How every command ends: 0 well, 1 the run or its input went wrong, 2 misuse, 130 Ctrl-C; reasons on stderr."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from policies.core.errors import ConfigError, SchedulerError
+from policies.spec import PolicyError
+from sim.errors import SimError
+from traces.workload import TraceError
+
+WENT_WRONG = 1
+MISUSE = 2
+INTERRUPTED = 130
+
+
+class MisuseError(ValueError):
+    """A command line that makes no sense; the message names the value and the choices."""
+
+
+def fail(message: str, code: int) -> typer.Exit:
+    """Say what is wrong on stderr; the caller raises what is returned."""
+    typer.echo(f"error: {message}", err=True)
+    return typer.Exit(code)
+
+
+class Command(TyperGroup):
+    """The `zlab` command: what a subcommand raises becomes one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except (MisuseError, PolicyError, SimError, ConfigError) as error:
+            raise fail(str(error), MISUSE) from error
+        except BrokenPipeError:
+            raise  # whoever read the output has had enough: no error of ours
+        except (TraceError, SchedulerError, OSError) as error:
+            raise fail(str(error), WENT_WRONG) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from error

@@ -1,0 +1,127 @@
+"""`zlab replay`: one workload under one policy."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.replay import Run
+from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario, check_blocks
+from traces.workload import Workload
+from zlab.interrupt import AtBoundary
+from zlab.options import (
+    AsJson,
+    BlockSize,
+    Cost,
+    Format,
+    GpuName,
+    HostBlocks,
+    KvBlocks,
+    LengthMultiplier,
+    MaxBatchedTokens,
+    MaxModelLen,
+    MaxRunning,
+    MemoryUtilisation,
+    ModelName,
+    PolicyName,
+    SkipBadRows,
+    Trace,
+)
+from zlab.outcome import INTERRUPTED, WENT_WRONG, MisuseError, fail
+from zlab.progress import Bar
+from zlab.source import Source
+from zlab.tables import console, show_run
+
+NS_PER_S = 1e9
+
+
+def replay(
+    trace: Trace,
+    policy: PolicyName = "hybrid",
+    gpu: GpuName = "h200",
+    model: ModelName = "qwen3-8b",
+    kv_blocks: KvBlocks = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    max_batched_tokens: MaxBatchedTokens = None,
+    max_running: MaxRunning = None,
+    max_model_len: MaxModelLen = None,
+    host_blocks: HostBlocks = None,
+    memory_utilisation: MemoryUtilisation = None,
+    length_multiplier: LengthMultiplier = 1.0,
+    cost: Cost = None,
+    format: Format = None,
+    skip_bad_rows: SkipBadRows = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, help="New folder for the recording of the run.")
+    ] = None,
+    plain_steps: Annotated[
+        bool, typer.Option("--plain-steps", help="Simulate every step by itself: slower, the same result.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a workload in simulation under a policy and show what it amounts to.
+
+    Exit code 0: ran; 1: the trace or the run went wrong, or no request could be served; 2: misuse; 130: interrupted
+    (the recording then holds the run so far and says that it is incomplete).
+    """
+    scenario = Scenario(
+        policy=policy,
+        gpu=gpu,
+        model=model,
+        kv_blocks=kv_blocks,
+        block_size=block_size,
+        max_batched_tokens=max_batched_tokens,
+        max_running=max_running,
+        max_model_len=max_model_len,
+        host_blocks=host_blocks,
+        memory_utilisation=memory_utilisation,
+        length_multiplier=length_multiplier,
+        cost=cost,
+    )
+    scenario.set_up()
+    check_new(out)
+    source = Source(trace, format, skip_bad_rows)
+    workload = source.read(silent=as_json)
+    check_blocks(workload, block_size)
+    run = watched_run(scenario, workload, out, quiet=not plain_steps, silent=as_json)
+    if as_json:
+        typer.echo(json.dumps(run.summary))
+    else:
+        to = console()
+        show_run(run, workload, to)
+        if out is not None:
+            to.print(f"recording in {out}", soft_wrap=True)
+    if not run.summary["requests_finished"]:
+        raise fail("no request could be served", WENT_WRONG)
+
+
+def check_new(out: Path | None) -> None:
+    """Raise MisuseError where a recording cannot be put."""
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise MisuseError(f"--out {out}: is not empty; a recording needs a folder of its own")
+
+
+def watched_run(
+    scenario: Scenario, workload: Workload, out: Path | None, quiet: bool = True, silent: bool = False
+) -> Run:
+    """Run with a progress bar; on Ctrl-C say how far it came and leave with code 130."""
+    seen = (0, 0)
+    with AtBoundary() as interrupt, Bar(scenario.policy, len(workload), "requests", silent) as bar:
+
+        def watch(num_ended: int, _: int, now_ns: int) -> None:
+            nonlocal seen
+            seen = num_ended, now_ns
+            bar(num_ended)
+            interrupt.check()
+
+        try:
+            return scenario.run(workload, out, quiet, watch)
+        except KeyboardInterrupt as error:
+            left = f"; the recording in {out} holds it so far, marked incomplete" if out is not None else ""
+            typer.echo(
+                f"interrupted at {seen[1] / NS_PER_S:,.1f} simulated seconds, "
+                f"{seen[0]:,} of {len(workload):,} requests done{left}",
+                err=True,
+            )
+            raise typer.Exit(INTERRUPTED) from error
