@@ -164,6 +164,8 @@ class Simulation:
     def _stretch(self) -> Process:
         """Take steps that only decode at once, up to the first step boundary at which somebody may have arrived."""
         scheduler, env = self.scheduler, self.env
+        if self._inbox or env.peek() == env.now or any(event.processed for event in self._pending):
+            return  # the scheduler does not know all that has happened
         most = scheduler.quiet_steps()
         if not most:
             return
