@@ -2,6 +2,7 @@
 
 import typer
 
+from zlab.demo import demo
 from zlab.memory import memory
 from zlab.outcome import Command
 from zlab.replay import replay
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(replay)
 app.command()(memory)
+app.command()(demo)
 app.add_typer(trace, name="trace")
 
 
