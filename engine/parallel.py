@@ -1,0 +1,85 @@
+"""Tensor parallelism: which part of a model a process holds, and the two exchanges that put parts together."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from engine.config import ModelConfig
+from engine.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One process among `size` that share a model; the default is a process alone, which exchanges nothing.
+
+    Attention heads, feed-forward columns and vocabulary rows are split; norms are held by all. KV heads are split too,
+    or held by several processes where there are fewer heads than processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ModelError(f"rank must lie in 0..{self.size - 1}, got {self.rank}")
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, in place where it can be; every process has to call it."""
+        if self.size == 1:
+            return partial
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def join_columns(self, part: torch.Tensor) -> torch.Tensor:
+        """`[rows, columns]` of every process side by side, in rank order, on every process."""
+        if self.size == 1:
+            return part
+        part = part.contiguous()
+        parts = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
+        dist.all_gather_into_tensor(parts, part, group=self.group)
+        return parts.permute(1, 0, 2).reshape(part.shape[0], -1)
+
+    def vocab_rows(self, vocab_size: int) -> int:
+        """Rows of the vocabulary on each process; the last process's may be partly padding."""
+        return -(-vocab_size // self.size)
+
+    def first_kv_head(self, num_kv_heads: int) -> int:
+        """The first of all KV heads that this process holds."""
+        return self.rank * num_kv_heads // self.size
+
+
+def join(rank: int, size: int, *, address: str, device: torch.device) -> Parallel:
+    """Enter the process group at `address` (`tcp://host:port` or `file:///path`): NCCL for CUDA, gloo for the CPU.
+
+    Blocks until all `size` processes are there. `torch.distributed.destroy_process_group` leaves it.
+    """
+    if size == 1:
+        return Parallel()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    return Parallel(rank, size, dist.group.WORLD)
+
+
+def part_of(config: ModelConfig, parallel: Parallel) -> ModelConfig:
+    """The shape of one process's part: its heads and feed-forward columns; `vocab_size` stays the whole.
+
+    Raises:
+        ModelError: the heads or the columns do not divide; the message has the numbers.
+    """
+    size = parallel.size
+    if size == 1:
+        return config
+    if config.num_query_heads % size:
+        raise ModelError(f"{config.num_query_heads} query heads cannot be split among {size} processes")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise ModelError(f"{config.num_kv_heads} KV heads can be neither split nor repeated among {size} processes")
+    if config.intermediate_size % size:
+        raise ModelError(f"{config.intermediate_size} feed-forward columns cannot be split among {size} processes")
+    return replace(
+        config,
+        num_query_heads=config.num_query_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+    )

@@ -1,0 +1,113 @@
+"""The own decoder against transformers: the same logits for whole, chunked, packed and one-token-at-a-time input."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.config import config_from_hf, read_json
+from engine.layers import HeadShape
+from engine.model import Decoder
+from engine.parallel import Parallel
+from engine.torch_layers import TorchSteps
+from engine.weights import allocate, fill, read_safetensors, safetensors_files
+from tests.engine.tiny_models import TINY, DenseContext, save_tiny
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = config_from_hf(read_json(folder / "config.json"), name="tiny")
+    weights = allocate(config, Parallel(), dtype=dtype, device=CPU)
+    fill(config, weights, Parallel(), read_safetensors(safetensors_files(folder)), source=str(folder))
+    return Decoder(config, weights)
+
+
+def random_ids(seed: int, count: int) -> torch.Tensor:
+    return torch.randint(0, 97, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def expected_logits(model: transformers.PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids[None]).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("kind", list(TINY))
+def test_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
+    model = save_tiny(kind, tmp_path)
+    decoder = load(tmp_path)
+    ids = random_ids(1, 150)
+    context = DenseContext(3, 1)
+    context.begin([(0, 150)])
+    logits = decoder.logits(decoder.forward(ids, torch.arange(150), context))
+    torch.testing.assert_close(logits, expected_logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-scaled"])
+def test_packed_chunks_and_decodes_equal_whole_sequences(kind: str, tmp_path: Path) -> None:
+    model = save_tiny(kind, tmp_path)
+    decoder = load(tmp_path)
+    sequences = [random_ids(2, 40), random_ids(3, 7), random_ids(4, 23)]
+    # Each step packs some next tokens of some sequences: whole prompts, chunks and single tokens, mixed.
+    steps = [[(0, 16), (1, 6)], [(1, 1), (0, 16), (2, 20)], [(2, 1), (0, 7)], [(0, 1), (2, 2)]]
+    done = [0, 0, 0]
+    context = DenseContext(3, 3)
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for step in steps:
+        ids, positions = [], []
+        for sequence, count in step:
+            ids.append(sequences[sequence][done[sequence] : done[sequence] + count])
+            positions.append(torch.arange(done[sequence], done[sequence] + count))
+            done[sequence] += count
+        context.begin(step)
+        logits = decoder.logits(decoder.forward(torch.cat(ids), torch.cat(positions), context))
+        for (sequence, _), part in zip(step, logits.split([count for _, count in step]), strict=True):
+            found[sequence].append(part)
+    assert done == [len(ids) for ids in sequences]
+    for ids, parts in zip(sequences, found, strict=True):
+        torch.testing.assert_close(torch.cat(parts), expected_logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_choose_the_tokens_that_get_hidden_states(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    decoder = load(tmp_path)
+    ids = random_ids(5, 12)
+    hidden = []
+    for rows in (None, torch.tensor([11, 3])):
+        context = DenseContext(3, 1)
+        context.begin([(0, 12)])
+        hidden.append(decoder.forward(ids, torch.arange(12), context, rows))
+    assert torch.equal(hidden[0][[11, 3]], hidden[1])
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    model = save_tiny("qwen3", tmp_path)
+    decoder = load(tmp_path, torch.bfloat16)
+    ids = random_ids(6, 50)
+    context = DenseContext(3, 1)
+    context.begin([(0, 50)])
+    hidden = decoder.forward(ids, torch.arange(50), context)
+    assert hidden.dtype == torch.bfloat16
+    expected = expected_logits(model, ids)
+    error = (decoder.logits(hidden).float() - expected).norm() / expected.norm()
+    assert 1e-4 < error < 3e-2  # rounding shows, and is no more than that
+
+
+def test_compiled_layers_equal_eager_ones(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    decoder = load(tmp_path)
+    shape = HeadShape.of(decoder.part)
+    compiled = Decoder(
+        decoder.config,
+        decoder.weights,
+        steps=TorchSteps(shape, decoder.new_rotation_table(), compile_mode="default"),
+    )
+    for count in (9, 17):
+        logits = []
+        for model in (decoder, compiled):
+            context = DenseContext(3, 1)
+            context.begin([(0, count)])
+            logits.append(model.logits(model.forward(random_ids(7, count), torch.arange(count), context)))
+        torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
