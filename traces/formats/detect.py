@@ -77,6 +77,5 @@ def detect_format(path: Path) -> Format:
     if set(nearest.required) & set(columns):
         missing = missing_columns(path, nearest, columns, first_line)
         raise TraceError(f"{missing} (known formats: {known_formats()})")
-    raise TraceError(
-        f"{path}: is in no known format, its first line is {shown(first_line)}; known formats: {known_formats()}"
-    )
+    lacks = "has no header line of a known format" if layout == "csv" else "is in no known format"
+    raise TraceError(f"{path}: {lacks}, its first line is {shown(first_line)}; known formats: {known_formats()}")

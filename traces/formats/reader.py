@@ -118,9 +118,8 @@ def _take_in(wanted: _Request, fmt: Format) -> _Intake:
             if first_line != line:
                 row = BadRowError("id is repeated", f"id {shown(identity)} is repeated, first on line {first_line}")
             elif wanted.strict_order and intake.times and row.get(clock, 0) < intake.times[-1]:
-                row = BadRowError(
-                    "earlier than the row before", f"arrives before the row above it: {clock} {row[clock]}"
-                )
+                early_s = (intake.times[-1] - row[clock]) / (TICKS_PER_S if fmt.ticks else 1)
+                row = BadRowError("earlier than the row before", f"arrives {early_s:g} s before the row above it")
         if isinstance(row, BadRowError):
             intake.dropped[row.reason] += 1
             if not isinstance(row, FailedRequestError):
