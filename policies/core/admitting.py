@@ -36,7 +36,7 @@ def _admit(state: State, plan: StepPlan, token_budget: int) -> None:
     """Admit from the head of the waiting line until one does not fit, skipping it as far as the order allows."""
     order, batching = state.policy.order, state.policy.batching
     while (request := state.waiting.first()) is not None:
-        if not batching.limit_per_step and len(state.running) >= state.limits.max_running:
+        if not batching.limit_per_step and len(state.running) >= state.limits.step_requests:
             state.admission_due = False  # until somebody leaves
             return
         if token_budget <= 0 or (batching.limit_per_step and len(plan.prefills) >= state.limits.max_running):
@@ -44,16 +44,25 @@ def _admit(state: State, plan: StepPlan, token_budget: int) -> None:
         admitted = _try(state, plan, request, token_budget)
         if admitted == NEXT_STEP:
             return
-        if admitted is None and order.lookahead and request.skips < order.max_skips:
-            for other in state.waiting.behind_first(order.lookahead):
-                admitted = _try(state, plan, other, token_budget)
-                if admitted is not None and admitted != NEXT_STEP:
-                    request.skips += 1
-                    break
+        if admitted is None and request.skips < order.max_skips:
+            admitted = _skip_ahead(state, plan, request, token_budget)
         if admitted is None or admitted == NEXT_STEP:
             state.admission_due = admitted is not None
             return
         token_budget -= admitted
+
+
+def _skip_ahead(state: State, plan: StepPlan, head: Request, token_budget: int) -> int | None:
+    """Admit one of those behind a head that does not fit; answers as `_try` does."""
+    best: int | None = None
+    lookahead = state.policy.order.lookahead
+    for other in state.waiting.behind_first(lookahead) if lookahead else ():
+        admitted = _try(state, plan, other, token_budget)
+        if admitted is not None and admitted != NEXT_STEP:
+            head.skips += 1
+            return admitted
+        best = NEXT_STEP if admitted == NEXT_STEP else best
+    return best
 
 
 def _try(state: State, plan: StepPlan, request: Request, token_budget: int) -> int | None:
@@ -147,15 +156,21 @@ def _start_prefill(state: State, request: Request, hits: list[int], num_new: int
 
 
 def _swap_in(state: State, plan: StepPlan, request: Request) -> int | None:
-    """Bring a swapped request back if its blocks, room for its next token, and a slot where it needs one are there."""
+    """Bring a swapped request back if its blocks, room for its next token, and a slot where it needs one are there.
+
+    A compressed one always needs a slot: without, it could neither go past its window nor, should host memory be full
+    by then, ever give way.
+    """
     held = request.swapped_blocks
     fill = request.cache_tokens - (held - 1) * state.limits.block_size
-    grows = fill > state.limits.block_size and (state.floor is None or held < state.floor)
-    if not _slot_allows(state, held, fill) or not _blocks_allow(state, request, held + grows):
+    missed = request.missed_window == held
+    grows = fill > state.limits.block_size and (state.floor is None or held < state.floor or missed)
+    needs_slot = request.compressions > 0 or _needs_slot_now(state, held, fill)
+    if (needs_slot and not state.slots.can_give(held + missed)) or not _blocks_allow(state, request, held + grows):
         return None
     _enter_line(state, request)
     request.table = state.pool.take(held)
-    if _needs_slot_now(state, held, fill):
+    if needs_slot:
         state.take_slot(request)
     request.in_flight = True
     task = SwapTask(request, list(request.table), out=False)

@@ -149,13 +149,12 @@ class BlockPool:
         return BlockState.FREE if self.entries[block] is None else BlockState.CACHED
 
     def shared(self, blocks: Iterable[int]) -> int:
-        """How many leading blocks of a table have another owner too."""
-        count = 0
-        for block in blocks:
-            if self.refs[block] < 2:
-                break
-            count += 1
-        return count
+        """How many leading blocks of a table reach to the last one that has another owner too.
+
+        In between there may be blocks of one owner: where two requests computed the same prefix at the same time, who
+        comes next shares with each of them what it registered last.
+        """
+        return max((place for place, block in enumerate(blocks, 1) if self.refs[block] > 1), default=0)
 
     def _next(self) -> int:
         """The head of the reuse line, places that no longer count left out."""

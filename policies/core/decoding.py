@@ -19,6 +19,7 @@ class Decoding:
 
     __slots__ = (
         "_block_size",
+        "_decides_from",
         "_due",
         "_floor",
         "_growth",
@@ -34,6 +35,8 @@ class Decoding:
         self._block_size = block_size
         self._floor = floor
         self._window_start = block_size - window  # tokens the last block may hold without a slot
+        # table length from which room is a decision; a window as long as a block begins with the block itself
+        self._decides_from = None if floor is None else floor - (window == block_size)
         self._growth: dict[int, list[Request]] = {}
         self._due: dict[int, list[Request]] = {}
         self._heap: list[int] = []  # ticks that have (or had) a due list
@@ -72,19 +75,23 @@ class Decoding:
         self.context_tokens -= request.cache_tokens
         request.due_tick = request.grow_tick = -1
 
+    def decides(self, held: int) -> bool:
+        """Whether one more block, or the next token, may need a decision for a member with `held` blocks."""
+        return self._decides_from is not None and held >= self._decides_from
+
     def schedule(self, request: Request) -> None:
         """Enter a settled member's next events in the calendar; older entries of it no longer count."""
         size, held, tick = self._block_size, len(request.table), self.tick
         due = tick + request.target_tokens - request.generated - 1  # the step that gives its last token
         full = tick + held * size + 1 - request.cache_tokens  # the step that needs one more block
-        if self._floor is None or held < self._floor:
+        if not self.decides(held):
             request.grow_tick = full
             if full <= due:
                 self._growth.setdefault(full, []).append(request)
         else:
             request.grow_tick = -1
             due = min(due, full)
-            if request.slot < 0 and request.missed_window != held:
+            if request.slot < 0 and request.missed_window != held and held >= (self._floor or 0):
                 due = min(due, tick + (held - 1) * size + self._window_start + 1 - request.cache_tokens)
         due = max(due, tick)
         request.due_tick = due
@@ -123,19 +130,20 @@ class Decoding:
 
     def take_due(self, tick: int) -> list[Request]:
         """Members that end with the decode step `tick`, or have something to decide in it; handed out once."""
+        while self._heap and self._heap[0] < tick:
+            heappop(self._heap)
         return [request for request in self._due.pop(tick, ()) if request.due_tick == tick]
 
     def take_undecided(self) -> list[Request]:
         """Members with something to decide in the next decode step besides ending with it; handed out once."""
-        floor = self._floor
-        if floor is None or self.tick not in self._due:
+        if self._floor is None or self.tick not in self._due:
             return []
         due = self.take_due(self.tick)
-        only_ending = [request for request in due if len(request.table) < floor]
+        only_ending = [request for request in due if not self.decides(len(request.table))]
         if only_ending:
             self._due[self.tick] = only_ending
             heappush(self._heap, self.tick)
-        return [request for request in due if len(request.table) >= floor]
+        return [request for request in due if self.decides(len(request.table))]
 
     def next_due(self) -> int | None:
         """The first decode step in which something must be decided, or None without members."""
@@ -180,7 +188,8 @@ class Decoding:
 
     def _grow_all(self, requests: list[Request], pool: BlockPool, journal: Journal, last: int) -> int:
         """One fresh block for each valid entry, in running order; returns the tick before which to stop."""
-        tick, size, floor, growth = self.tick, self._block_size, self._floor, self._growth
+        tick, size, growth = self.tick, self._block_size, self._growth
+        decides_from = self._decides_from
         next_tick = tick + size
         later: list[Request] = []
         growing: list[Request] = []
@@ -197,7 +206,7 @@ class Decoding:
             table = request.table
             table.append(block)
             rows += (step, GREW, request.number, 0, 1)
-            if floor is not None and len(table) >= floor:
+            if decides_from is not None and len(table) >= decides_from:
                 self.settle(request)
                 self.schedule(request)
                 last = min(last, request.due_tick)

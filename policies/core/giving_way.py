@@ -39,6 +39,13 @@ def way_back(state: State, request: Request) -> ComesBack | None:
     return None if request.compressions else ComesBack.RECOMPUTE
 
 
+def give_way_at_last(state: State) -> Request | None:
+    """Nobody can go on and the policy lets nobody give way: the latest without a slot, or else the latest of all."""
+    able = [request for request in state.running.values() if not request.in_flight and way_back(state, request)]
+    slotless = [request for request in able if request.slot < 0]
+    return max(slotless or able, key=lambda request: request.line, default=None)
+
+
 def preempt(state: State, plan: StepPlan, request: Request) -> None:
     """Make a running request give way: its blocks go back to the pool (a step later if swapped), it waits again."""
     way = way_back(state, request)
@@ -57,6 +64,7 @@ def preempt(state: State, plan: StepPlan, request: Request) -> None:
     computed = request.computed_tokens if in_prefill else request.total_tokens - 1
     request.high_water = max(request.high_water, computed)
     request.computed_tokens = 0
+    request.missed_window = -1
     keep_own(state, request, computed)
     state.journal.emit(Kind.PREEMPTED, request.number, computed)
     state.leave(request)
@@ -92,6 +100,7 @@ def finish_swap_out(state: State, request: Request) -> None:
 def finish_swap_in(state: State, request: Request) -> None:
     """The copy is back on the device: the request decodes again."""
     request.in_flight = False
+    state.slots_due = True
     state.host_blocks_used -= request.swapped_blocks
     request.swapped_blocks = 0
     state.journal.emit(Kind.SWAPPED_IN, request.number, request.cache_tokens)

@@ -25,6 +25,11 @@ class Limits:
     max_model_len: int = 40960
     host_blocks: int = 0
 
+    @property
+    def step_requests(self) -> int:
+        """Requests that may decode in one step: each computes a token."""
+        return min(self.max_running, self.max_batched_tokens)
+
     def __post_init__(self) -> None:
         """Raise ConfigError on a size below one."""
         for item in fields(self):

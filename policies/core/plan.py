@@ -80,7 +80,8 @@ class Outcome:
     Attributes:
         stopped: requests whose newest token ended them (end of sequence, stop string).
         compressed: requests whose compression has finished (needed with join `when_done` only).
-        failed: requests that cannot go on, with the reason.
+        failed: requests that cannot go on, with the reason. The blocks of one that is being compressed stay held until
+            the compression is over (for join `when_done`: until it is reported as finished, too).
     """
 
     stopped: Sequence[int] = ()

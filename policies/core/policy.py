@@ -44,7 +44,7 @@ class PoolView:
     num_blocks: int
     num_free: int
     num_running: int
-    num_waiting: int
+    num_waiting: int  # for admission, a block or a slot
 
 
 class History(Protocol):

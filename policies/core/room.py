@@ -37,7 +37,8 @@ def _must_compress(state: State, request: Request, held: int) -> bool:
     """
     if state.floor is None or held < state.floor or request.slot < 0 or request.missed_window == held:
         return False
-    return not state.policy.budget.may_grow(held, state.limits.block_size, state.view())
+    may_grow = state.policy.budget.may_grow(held, state.limits.block_size, state.view())
+    return not (may_grow and state.slots.can_grow(request.slot, held + 1))
 
 
 def _lacks_slot(state: State, request: Request, held: int) -> bool:
@@ -56,10 +57,10 @@ def _lacks_slot(state: State, request: Request, held: int) -> bool:
 def _go_on(state: State, request: Request) -> None:
     """It decodes in this step."""
     if request.phase is Phase.DECODE:
-        if state.floor is None or len(request.table) < state.floor:
-            state.decoding.reschedule_growth(request)
-        else:
+        if state.decoding.decides(len(request.table)):
             state.decoding.schedule(request)
+        else:
+            state.decoding.reschedule_growth(request)
         return
     state.stalled.pop(request.line, None)
     state.paused.pop(request.line, None)
@@ -104,8 +105,13 @@ def _grow(state: State, plan: StepPlan, request: Request) -> None:
         return
     taken = state.pool.take(1)
     request.table += taken
+    if request.slot >= 0 and len(request.table) > state.slots.peak(request.slot):
+        state.slots.hold(request.slot, len(request.table))
     state.journal.emit(Kind.GREW, request.number, 0, taken)
-    _go_on(state, request)
+    if _lacks_slot(state, request, len(request.table)):  # the window is as long as the block
+        _stall(state, request, Reason.NO_SLOT)
+    else:
+        _go_on(state, request)
 
 
 def _leading(state: State, request: Request) -> tuple[int, int]:
@@ -121,6 +127,11 @@ def _leading(state: State, request: Request) -> tuple[int, int]:
     return shared, worth
 
 
+def _num_fresh(lead: int, left: int, held: int) -> int:
+    """Fresh targets in place of `lead` leading blocks: the empty block at the end is an own one, if there is any."""
+    return left if lead == held else min(lead, left - 1)
+
+
 def _compress(state: State, plan: StepPlan, request: Request) -> None:
     """Start to reduce its full blocks; shared (and, given room, matchable) ones give place to fresh ones."""
     size, held = state.limits.block_size, len(request.table)
@@ -129,9 +140,9 @@ def _compress(state: State, plan: StepPlan, request: Request) -> None:
     assert state.floor <= left <= held, f"a budget answered {left} for {held} held blocks"
     while True:
         shared, lead = _leading(state, request)
-        if min(lead, left - 1) > state.pool.num_free:
+        if _num_fresh(lead, left, held) > state.pool.num_free:
             lead = shared
-        fresh = min(lead, left - 1)
+        fresh = _num_fresh(lead, left, held)
         if fresh <= state.pool.num_free:
             break
         if not _find_blocks(state, plan, request, fresh):
@@ -178,7 +189,8 @@ def join_compression(state: State, plan: StepPlan, task: CompressionTask) -> Non
     _settle_tables(state, task)
     request.compressions += 1
     request.cache_tokens = task.kept_tokens + 1
-    state.slots.compressed(request.slot)
+    state.slots.hold(request.slot, len(task.targets))
+    state.slots_due = state.admission_due = True
     state.journal.emit(Kind.COMPRESSED, request.number, task.kept_tokens, task.targets)
     state.start_decoding(request)
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from policies.core.admitting import plan_prefill
 from policies.core.errors import DuplicateRequestError, StuckError, UnknownRequestError
 from policies.core.events import Kind, Reason, Sink
-from policies.core.giving_way import finish_swap_in, finish_swap_out
+from policies.core.giving_way import finish_swap_in, finish_swap_out, give_way_at_last, preempt
+from policies.core.handing_out import hand_out_slots
 from policies.core.intake import admissible, make_request
 from policies.core.limits import Limits
 from policies.core.plan import NOTHING, Outcome, PrefillChunk, StepPlan
@@ -116,6 +117,8 @@ class Scheduler:
             state.preempted_in_step.clear()  # everyone gave way and nothing runs: whoever fits now may start at once
             self._decide(plan)
         if plan.empty:
+            self._unlock(plan)
+        if plan.empty:
             self._watch()
             return None
         if plan.num_decodes != self._last_num_decodes:
@@ -159,6 +162,8 @@ class Scheduler:
             return 0
         if state.room_due and (state.stalled or state.paused):
             return 0
+        if state.paused and state.decoding.num_requests < state.limits.step_requests:
+            return 0
         if state.decoding.num_requests != self._last_num_decodes:
             return 0
         due = state.decoding.next_due()
@@ -194,9 +199,22 @@ class Scheduler:
         else:
             self._plan_decodes(plan)
             plan_prefill(state, plan, state.limits.max_batched_tokens - plan.num_decodes)
-        for request in state.preempted_in_step:
-            if not request.in_flight:
-                self._requeue(request)
+        self._requeue_preempted()
+
+    def _unlock(self, plan: StepPlan) -> None:
+        """All that run are stalled, no copy is in flight: the latest give way until somebody can go on."""
+        state = self.state
+        while plan.empty and not (state.compressing or state.swapping):
+            victim = give_way_at_last(state)
+            if victim is None:
+                return
+            state.preempted_in_step.clear()
+            preempt(state, plan, victim)
+            self._plan_decodes(plan)
+            self._requeue_preempted()
+        if plan.empty and not state.running:
+            state.preempted_in_step.clear()
+            self._decide(plan)
 
     def _join(self, plan: StepPlan) -> None:
         """Apply what has finished elsewhere: swaps always, compressions as the join rule says."""
@@ -205,12 +223,12 @@ class Scheduler:
         for task in list(state.compressing):
             if when_done and task.request.number not in self._compressed:
                 continue
-            self._compressed.discard(task.request.number)
             if task.request.to_abort:
                 abandon_compression(state, task)
                 self._end_in_flight(task.request)
             else:
                 join_compression(state, plan, task)
+        self._compressed.clear()  # each has been joined, or was none of ours
         swaps, state.swapping = state.swapping, []
         for swap in swaps:
             request = swap.request
@@ -225,12 +243,12 @@ class Scheduler:
         decoding = state.decoding
         state.room_due = False
         if state.slots_due:
-            self._hand_out_slots()
+            hand_out_slots(state)
         due = decoding.take_undecided()
         if due or state.stalled or state.paused or not decoding.grow_all(state.pool, state.journal):
             due += decoding.take_growing()
             due += state.stalled.values()
-            due += list(state.paused.values())[: max(state.limits.max_running - decoding.num_requests, 0)]
+            due += list(state.paused.values())[: max(state.limits.step_requests - decoding.num_requests, 0)]
         else:
             due = decoding.take_undecided()  # growth may have brought a member to its window
         if len(due) > 1:
@@ -240,39 +258,6 @@ class Scheduler:
                 make_room(state, plan, request)
         plan.num_decodes = decoding.num_requests
         plan.context_tokens = decoding.context_tokens
-
-    def _hand_out_slots(self) -> None:
-        """Free slots go to running requests without one: nearest to the window first, or along the line."""
-        state = self.state
-        state.slots_due = False
-        if state.slots.needed is not NeedsSlot.AT_WINDOW or not state.slots.num_free or not state.running:
-            return
-        nearest = state.policy.slots.nearest_first
-        if not nearest and next(reversed(state.running.values())).slot >= 0:
-            return
-        asking = [request for request in state.running.values() if request.slot < 0 and not request.in_flight]
-        if nearest:
-            asking.sort(key=lambda request: (self._to_window(request), request.line))
-        for request in asking:
-            if not state.slots.can_give(len(request.table)):
-                break
-            self._give_slot(request)
-
-    def _give_slot(self, request: Request) -> None:
-        state = self.state
-        state.take_slot(request)
-        if request.phase is Phase.DECODE:
-            state.decoding.settle(request)
-            if self._to_window(request) < 0:
-                request.missed_window = len(request.table)
-            state.decoding.schedule(request)
-
-    def _to_window(self, request: Request) -> int:
-        """Tokens until its observation window begins (negative: it has begun)."""
-        state = self.state
-        tokens = request.prefill_until if request.phase is Phase.PREFILL else state.decoding.tokens(request)[0]
-        blocks = max(len(request.table), state.floor or 0)
-        return blocks * state.limits.block_size - state.policy.compression.window - tokens
 
     def _commit_chunk(self, chunk: PrefillChunk) -> None:
         state, request = self.state, chunk.request
@@ -308,10 +293,12 @@ class Scheduler:
 
     def _end(self, request: Request, status: Status, message: str = "", reason: int = 0) -> None:
         """The terminal event, now or when a copy in flight has finished (the id is free again at once)."""
-        self._ids.pop(request.id, None)
+        if request.to_abort:
+            return  # its end is decided already
+        del self._ids[request.id]
         if request.in_flight:
             request.to_abort = True
-            request.status, request.message = status, message
+            request.status, request.reason, request.message = status, reason, message
             return
         forget_own(self.state, request)
         self.state.end(request, status, reason, message)
@@ -319,7 +306,12 @@ class Scheduler:
     def _end_in_flight(self, request: Request) -> None:
         status, request.status = request.status, Status.LIVE
         forget_own(self.state, request)
-        self.state.end(request, status, 0, request.message)
+        self.state.end(request, status, request.reason, request.message)
+
+    def _requeue_preempted(self) -> None:
+        for request in self.state.preempted_in_step:
+            if not request.in_flight:
+                self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
         state = self.state

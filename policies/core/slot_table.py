@@ -66,11 +66,19 @@ class SlotTable:
         self.total_peak += self._peaks[slot]
         return slot
 
-    def compressed(self, slot: int) -> None:
-        """The holder is down to its budget now and will not exceed it again."""
-        if self.floor is not None:
-            self.total_peak += self.floor - self._peaks[slot]
-            self._peaks[slot] = self.floor
+    def peak(self, slot: int) -> int:
+        """The most blocks the slot's holder may come to hold, as far as they are set aside."""
+        return self._peaks[slot]
+
+    def can_grow(self, slot: int, num_held: int) -> bool:
+        """The pool could hold all slotted requests at their largest, this slot's holder with `num_held` blocks."""
+        return self.total_peak + max(0, num_held - self._peaks[slot]) <= self._num_blocks
+
+    def hold(self, slot: int, num_held: int) -> None:
+        """The slot's holder has (or may come to) `num_held` blocks, more or fewer than before."""
+        peak = max(self.floor or 0, num_held)
+        self.total_peak += peak - self._peaks[slot]
+        self._peaks[slot] = peak
 
     def give_back(self, slot: int) -> None:
         """Take a slot back."""

@@ -57,7 +57,9 @@ class State:
 
     def view(self) -> PoolView:
         """The pool in numbers."""
-        return PoolView(self.limits.num_blocks, self.pool.num_free, len(self.running), len(self.waiting))
+        return PoolView(
+            self.limits.num_blocks, self.pool.num_free, len(self.running), len(self.waiting) + len(self.stalled)
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` cache positions."""
@@ -68,6 +70,11 @@ class State:
         prompt = self.blocks_for(request.total_tokens)
         whole = max(prompt, self.blocks_for(request.prompt_tokens + request.target_tokens - 1))
         return whole if self.floor is None else max(prompt, min(whole, self.floor))
+
+    def blocks_with_slot(self, request: Request) -> int:
+        """Blocks the request needs with a slot until it can be compressed: one more if this window is lost already."""
+        held = len(request.table)
+        return held + (request.missed_window == held > 0)
 
     def enter(self, request: Request, phase: Phase) -> None:
         """Move a request to another phase."""
@@ -84,7 +91,7 @@ class State:
 
     def start_decoding(self, request: Request) -> None:
         """The request takes part in decode steps from the next one on, or is paused where a step takes no more."""
-        if self.policy.batching.limit_per_step and self.decoding.num_requests >= self.limits.max_running:
+        if self.policy.batching.limit_per_step and self.decoding.num_requests >= self.limits.step_requests:
             self.book_idle(request, request.cache_tokens)
             self.paused[request.line] = request
             self.journal.emit(Kind.STALLED, request.number, Reason.LIMIT)
@@ -102,7 +109,7 @@ class State:
 
     def take_slot(self, request: Request) -> None:
         """Give the request a query slot; the caller has asked whether one can be given."""
-        request.slot = self.slots.give(len(request.table))
+        request.slot = self.slots.give(self.blocks_with_slot(request))
         self.journal.emit(Kind.SLOT, request.number, request.slot)
 
     def drop_slot(self, request: Request) -> None:
