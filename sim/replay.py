@@ -2,14 +2,10 @@
 
 import platform
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from html import escape
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from policies.core.limits import Limits
 from policies.core.policy import Policy
@@ -20,35 +16,11 @@ from sim.errors import SimError
 from sim.hardware import Gpu, Model, find_gpu, find_model
 from sim.memory import MemorySettings, plan_memory
 from sim.simulator import Progress, Simulation
-from traces.metrics import summarize
-from traces.recording import FolderRecorder, MemoryRecorder, Recorder, Recording
+from traces.recording import FolderRecorder, MemoryRecorder, Recorder
+from traces.run import Run, load_run
 from traces.workload import TraceRequest, Workload
 
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run: its manifest, its tables, and what they amount to (`summary`, keys as in docs/METRICS.md)."""
-
-    manifest: Mapping[str, Any]
-    requests: pa.Table
-    steps: pa.Table
-    events: pa.Table
-    blocks: pa.Table
-    summary: Mapping[str, Any]
-
-    def _repr_html_(self) -> str:
-        """The summary as a table in a notebook."""
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(_show(value))}</td></tr>"
-            for name, value in self.summary.items()
-        )
-        return f"<table><caption>{escape(str(self.manifest['policy']))}</caption>{rows}</table>"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "  ".join(f"{name} {_show(item)}" for name, item in value.items())
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+__all__ = ["Run", "default_limits", "lengthen", "load_run", "replay"]
 
 
 def default_limits(
@@ -144,7 +116,8 @@ def replay(
         workload = lengthen(workload, length_multiplier, floor * limits.block_size)
     cost = cost or roofline(gpu, model, window=policy.compression.window, block_size=limits.block_size)
     manifest = _manifest(workload, policy, gpu, model, limits, cost, length_multiplier)
-    recorder: Recorder = FolderRecorder(Path(out), manifest) if out is not None else MemoryRecorder(dict(manifest))
+    memory = MemoryRecorder(manifest)
+    recorder: Recorder = FolderRecorder(Path(out), manifest) if out is not None else memory
     simulation = Simulation(workload, policy, limits, cost, recorder, quiet, progress)
     started = time.perf_counter()
     try:
@@ -153,29 +126,9 @@ def replay(
         recorder.close(complete=False, stopped_by=type(error).__name__, **_results(simulation, started))
         raise
     recorder.close(**_results(simulation, started))
-    run = load_run(Path(out)) if out is not None else _run_of(recorder)
-    if isinstance(recorder, FolderRecorder):
-        recorder.close(summary=run.summary)
+    run = load_run(out) if out is not None else Run(memory)
+    recorder.close(summary=run.summary)
     return run
-
-
-def load_run(folder: Path | str) -> Run:
-    """A recording as a run. Raises RecordingError."""
-    recording = Recording(folder)
-    return _run(recording.manifest, {name: recording.table(name) for name in ("requests", "steps", "events", "blocks")})
-
-
-def _run_of(recorder: Recorder) -> Run:
-    assert isinstance(recorder, MemoryRecorder)
-    names_ = ("requests", "steps", "events", "blocks")
-    return _run(recorder.manifest, {name: recorder.table(name) for name in names_})
-
-
-def _run(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Run:
-    summary = summarize(tables["requests"], tables["steps"], manifest)
-    for name in ("digest", "wall_s", "policy", "workload_sha256"):
-        summary[name] = manifest[name]
-    return Run(manifest, tables["requests"], tables["steps"], tables["events"], tables["blocks"], summary)
 
 
 def _results(simulation: Simulation, started: float) -> dict[str, Any]:

@@ -108,6 +108,11 @@ class Simulation:
             if env.peek() == env.now:
                 yield env.timeout(0)  # let everything that happens at this very time happen first
             self._take_in()
+            if self._quiet and not self._device.compressing:
+                before = scheduler.next_step
+                yield from self._stretch()
+                if scheduler.next_step > before:
+                    continue
             plan = scheduler.plan(self._now_ns)
             if plan is None:
                 if self._all_arrived and not self._pending:
@@ -120,8 +125,6 @@ class Simulation:
             self._steps.ran(start_ns, self._now_ns)
             scheduler.commit(plan, self._now_ns)
             self._collect()
-            if self._quiet and not self._device.compressing:
-                yield from self._stretch()
 
     def _something(self) -> simpy.Event:
         """An event that fires when a request arrives or a compression finishes."""
@@ -138,14 +141,15 @@ class Simulation:
                 plan.num_decodes, plan.context_tokens, plan.num_prefill_tokens, pairs, len(plan.prefills)
             )
         waits: list[simpy.Event] = []
+        together = 0
         for task in plan.compressions:
             alone = to_ns(cost.compression_seconds(task.source_tokens, task.kept_tokens))
             self.compression_ns += alone
-            done = device.compress(alone)
+            together += alone
             if self._join is Join.WHEN_DONE:
-                self._pending[done] = task.request.number
-            else:
-                waits.append(done)
+                self._pending[device.compress(alone)] = task.request.number
+        if together and self._join is not Join.WHEN_DONE:
+            waits.append(device.compress(together))
         if waits and self._join is Join.BLOCKING:
             yield simpy.AllOf(self.env, waits)
             waits = []
@@ -164,8 +168,6 @@ class Simulation:
     def _stretch(self) -> Process:
         """Take steps that only decode at once, up to the first step boundary at which somebody may have arrived."""
         scheduler, env = self.scheduler, self.env
-        if self._inbox or env.peek() == env.now or any(event.processed for event in self._pending):
-            return  # the scheduler does not know all that has happened
         most = scheduler.quiet_steps()
         if not most:
             return
