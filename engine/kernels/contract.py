@@ -10,17 +10,10 @@ from typing import Literal, Protocol
 import torch
 
 from engine.kernels.batch import CompressionBatch
+from engine.kernels.decode_plan import DecodeWorkspace
 from engine.kernels.workspace import Scratch
 
 Segment = Literal["block", "sequence"]  # what redundancy logits were summed over, and are divided by
-
-
-class DecodeBuffers(Protocol):
-    """Partial results of split-KV decode attention; see `engine.kernels.decode_plan.DecodeWorkspace`."""
-
-    split_tokens: int
-    partial_output: torch.Tensor
-    partial_normaliser: torch.Tensor
 
 
 class Kernels(Protocol):
@@ -52,7 +45,7 @@ class Kernels(Protocol):
         lengths: torch.Tensor,
         length_starts: torch.Tensor,
         scale: float,
-        buffers: DecodeBuffers,
+        workspace: DecodeWorkspace,
         output: torch.Tensor,
     ) -> None:
         """One query per request, `queries [B, H_q, d]`, over its first `lengths[r]` cached tokens (its own included).

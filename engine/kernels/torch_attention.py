@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kernels.contract import DecodeBuffers
+from engine.kernels.decode_plan import DecodeWorkspace
 
 
 def store(
@@ -31,7 +31,7 @@ def decode_attention(
     lengths: torch.Tensor,
     length_starts: torch.Tensor,
     scale: float,
-    buffers: DecodeBuffers,
+    workspace: DecodeWorkspace,
     output: torch.Tensor,
 ) -> None:
     """See `Kernels.decode_attention`; in float32, the whole batch at once, padded to the longest request."""

@@ -17,11 +17,19 @@ SMALLEST_DOT = 16  # the matrix units take no side shorter than this; shorter on
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one kernel is laid on the card; `tile` is tokens (or rows) one program takes at a time."""
+    """How one kernel is laid on the card; `tile` is tokens (or rows) one program takes at a time.
+
+    `max_registers` a thread may be worth a few spills where it lets a second program onto each multiprocessor.
+    """
 
     tile: int
     num_warps: int
     num_stages: int = 1
+    max_registers: int | None = None
+
+    def options(self) -> dict[str, int | None]:
+        """What is passed to a Triton launch beside the kernel's own arguments."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 @triton.jit

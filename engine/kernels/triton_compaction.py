@@ -122,5 +122,5 @@ def compact(
         *cache_k.stride()[:4], *cache_v.stride()[:4], *scores.stride(),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size, TILE=LAUNCH.tile, WITH_HISTORY=history is not None,
-        num_warps=LAUNCH.num_warps, num_stages=LAUNCH.num_stages,
+        **LAUNCH.options(),
     )  # fmt: skip

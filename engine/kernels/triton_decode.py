@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.contract import DecodeBuffers
+from engine.kernels.decode_plan import DecodeWorkspace
 from engine.kernels.errors import KernelInputError
 from engine.kernels.triton_common import Launch, check_cache, dot_precision, find_request, padded, row_offsets
 
@@ -146,7 +146,7 @@ def decode_attention(
     lengths: torch.Tensor,
     length_starts: torch.Tensor,
     scale: float,
-    buffers: DecodeBuffers,
+    workspace: DecodeWorkspace,
     output: torch.Tensor,
     *,
     launch: Launch = LAUNCH,
@@ -154,24 +154,24 @@ def decode_attention(
     """See `Kernels.decode_attention`."""
     check_cache(cache_k)
     check_cache(cache_v)
-    if buffers.split_tokens % launch.tile:
-        raise KernelInputError(f"a split of {buffers.split_tokens} tokens is no multiple of the tile {launch.tile}")
+    if workspace.split_tokens % launch.tile:
+        raise KernelInputError(f"a split of {workspace.split_tokens} tokens is no multiple of the tile {launch.tile}")
     num_requests, num_query_heads, head_dim = queries.shape
     _, block_size, num_kv_heads, _ = cache_k.shape
     group = num_query_heads // num_kv_heads
-    num_items = buffers.partial_output.shape[0]
+    num_items = workspace.partial_output.shape[0]
     _split_kernel[(num_kv_heads, num_items)](
         queries, cache_k, cache_v, block_tables, lengths, length_starts,
-        buffers.partial_output, buffers.partial_normaliser, scale * LOG2_E,
+        workspace.partial_output, workspace.partial_normaliser, scale * LOG2_E,
         num_requests, block_tables.stride(0), *queries.stride()[:2], *cache_k.stride()[:3], *cache_v.stride()[:3],
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAD_GROUP=padded(group),
         HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), BLOCK_SIZE=block_size,
-        SPLIT=buffers.split_tokens, TILE=launch.tile, PRECISION=dot_precision(cache_k),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        SPLIT=workspace.split_tokens, TILE=launch.tile, PRECISION=dot_precision(cache_k),
+        **launch.options(),
     )  # fmt: skip
     _reduce_kernel[(num_requests, num_query_heads)](
-        buffers.partial_output, buffers.partial_normaliser, lengths, length_starts, output,
+        workspace.partial_output, workspace.partial_normaliser, lengths, length_starts, output,
         num_items, *output.stride()[:2],
         NUM_QUERY_HEADS=num_query_heads, HEAD_DIM=head_dim, PAD_DIM=triton.next_power_of_2(head_dim),
-        SPLIT=buffers.split_tokens, num_warps=1,
+        SPLIT=workspace.split_tokens, num_warps=1,
     )  # fmt: skip

@@ -175,5 +175,5 @@ def prefill_attention(
         *cache_k.stride()[:3], *cache_v.stride()[:3],
         GROUP=group, TOKENS=tokens, ROWS=query_rows, HEAD_DIM=head_dim, PAD_DIM=padded(head_dim),
         BLOCK_SIZE=block_size, TILE=launch.tile, PRECISION=dot_precision(cache_k),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options(),
     )  # fmt: skip

@@ -144,5 +144,5 @@ def full_redundancy(cache_k: torch.Tensor, batch: CompressionBatch, scratch: Scr
             *cache_k.stride()[:4], threshold,
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), BLOCK_SIZE=block_size,
             TILE=LAUNCH.tile, SUM_ROWS=sum_rows, PRECISION=dot_precision(cache_k),
-            num_warps=LAUNCH.num_warps, num_stages=LAUNCH.num_stages,
+            **LAUNCH.options(),
         )  # fmt: skip

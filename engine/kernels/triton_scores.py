@@ -17,8 +17,10 @@ from engine.kernels.triton_common import Launch, check_cache, dot_precision, loa
 from engine.kernels.triton_redundancy import lightning_logits
 from engine.kernels.workspace import Scratch, score_tile
 
-FIRST_PASS = Launch(tile=64, num_warps=8, num_stages=2)  # tile: columns of the similarity matrix held at a time
-SECOND_PASS = Launch(tile=0, num_warps=8, num_stages=2)  # its tile, like the first pass's rows, is `score_tile`
+SOFTMAX_ROWS = 64  # rows of the softmax (query heads x window) that one product covers
+# `tile` is the columns of the similarity matrix held at a time; the rows, as in the second pass, are `score_tile`.
+FIRST_PASS = Launch(tile=64, num_warps=8, num_stages=1, max_registers=128)
+SECOND_PASS = Launch(tile=0, num_warps=8)
 
 
 @triton.jit
@@ -27,25 +29,33 @@ def _window_logits(
     keys: tl.tensor,
     token: tl.tensor,
     num_tokens: tl.tensor,
+    first_member: tl.tensor,
     row_stride: tl.tensor,
+    head_stride: tl.tensor,
     scale: tl.tensor,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
     WINDOW: tl.constexpr,
     PAD_WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAD_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Logits `[PAD_WINDOW, TILE]` of one query head; -inf where a window row does not see a token.
+    """Logits `[TILE, MEMBERS * PAD_WINDOW]` of some query heads of the group; -inf where a row does not see a token.
 
-    Rows that only pad the window have logits 0, not -inf, so that no softmax of theirs divides by zero.
+    Tokens stand on the long side, as in the similarity matrix, so that both products read the same tile of keys. Rows
+    that only pad have logits 0, not -inf, so that no softmax of theirs divides by zero.
     """
-    row = tl.arange(0, PAD_WINDOW)
-    column = tl.arange(0, PAD_DIM)
-    inside = (row < WINDOW)[:, None] & (column < HEAD_DIM)[None, :]
-    query = tl.load(queries + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
-    logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
-    place = num_tokens - WINDOW + row
-    return tl.where(token[None, :] <= place[:, None], logits, float("-inf"))
+    row = tl.arange(0, MEMBERS * PAD_WINDOW)
+    member = first_member + row // PAD_WINDOW
+    in_window = row % PAD_WINDOW
+    dim = tl.arange(0, PAD_DIM)
+    inside = ((in_window < WINDOW) & (member < GROUP))[:, None] & (dim < HEAD_DIM)[None, :]
+    offsets = member * head_stride + in_window * row_stride
+    query = tl.load(queries + offsets[:, None] + dim[None, :], mask=inside, other=0.0)
+    logits = tl.dot(keys, tl.trans(query), input_precision=PRECISION) * scale
+    place = num_tokens - WINDOW + in_window
+    return tl.where(token[:, None] <= place[None, :], logits, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_requests", "max_blocks", "max_tokens", "max_tiles"])
@@ -74,6 +84,7 @@ def _first_pass(
     threshold: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
     WINDOW: tl.constexpr,
     PAD_WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -105,19 +116,22 @@ def _first_pass(
         if WITH_ATTENTION:
             slot = tl.load(query_slots + request).to(tl.int64)
             queries = window_queries + layer.to(tl.int64) * query_layer_stride + slot * query_slot_stride
-            row = tl.arange(0, PAD_WINDOW)
-            for member in range(GROUP):
+            queries += head * GROUP * query_head_stride
+            row = tl.arange(0, MEMBERS * PAD_WINDOW)
+            for first_member in range(0, GROUP, MEMBERS):
                 logits = _window_logits(
-                    queries + (head * GROUP + member) * query_head_stride,
-                    keys, token, num_tokens, query_row_stride, scale,
-                    WINDOW, PAD_WINDOW, HEAD_DIM, PAD_DIM, PRECISION,
+                    queries, keys, token, num_tokens, first_member, query_row_stride, query_head_stride, scale,
+                    GROUP, MEMBERS, WINDOW, PAD_WINDOW, HEAD_DIM, PAD_DIM, PRECISION,
                 )  # fmt: skip
                 # The last tile begins at or before the last block, so every row sees a token of every tile.
-                largest = tl.max(logits, axis=1)
-                total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
-                place = ((of_head * max_tiles + tile) * GROUP + member) * WINDOW + row
-                tl.store(row_max + place, largest, mask=row < WINDOW)
-                tl.store(row_sum + place, total, mask=row < WINDOW)
+                largest = tl.max(logits, axis=0)
+                total = tl.sum(tl.exp(logits - largest[None, :]), axis=0)
+                member = first_member + row // PAD_WINDOW
+                in_window = row % PAD_WINDOW
+                inside_rows = (member < GROUP) & (in_window < WINDOW)
+                place = ((of_head * max_tiles + tile) * GROUP + member) * WINDOW + in_window
+                tl.store(row_max + place, largest, mask=inside_rows)
+                tl.store(row_sum + place, total, mask=inside_rows)
         if WITH_LIGHTNING:
             logits = lightning_logits(
                 keys_of_head, block_table, keys, first, num_tokens, block_stride, slot_stride, threshold,
@@ -189,6 +203,7 @@ def _second_pass(
     decay: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
     WINDOW: tl.constexpr,
     PAD_WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -216,19 +231,23 @@ def _second_pass(
         of_head = (layer.to(tl.int64) * num_requests + request) * NUM_KV_HEADS + head
         slot = tl.load(query_slots + request).to(tl.int64)
         queries = window_queries + layer.to(tl.int64) * query_layer_stride + slot * query_slot_stride
-        row = tl.arange(0, PAD_WINDOW)
-        best = tl.zeros((PAD_WINDOW, TILE), tl.float32)
-        for member in range(GROUP):
+        queries += head * GROUP * query_head_stride
+        row = tl.arange(0, MEMBERS * PAD_WINDOW)
+        best = tl.zeros((TILE, PAD_WINDOW), tl.float32)
+        for first_member in range(0, GROUP, MEMBERS):
             logits = _window_logits(
-                queries + (head * GROUP + member) * query_head_stride,
-                keys, token, num_tokens, query_row_stride, scale,
-                WINDOW, PAD_WINDOW, HEAD_DIM, PAD_DIM, PRECISION,
+                queries, keys, token, num_tokens, first_member, query_row_stride, query_head_stride, scale,
+                GROUP, MEMBERS, WINDOW, PAD_WINDOW, HEAD_DIM, PAD_DIM, PRECISION,
             )  # fmt: skip
-            place = (of_head * GROUP + member) * WINDOW + row
-            # Rows that pad the window get weight 0: exp(0 - inf).
-            normaliser = tl.load(row_normaliser + place, mask=row < WINDOW, other=float("inf"))
-            best = tl.maximum(best, tl.exp(logits - normaliser[:, None]))
-        score = tl.sum(best, axis=0) / WINDOW
+            member = first_member + row // PAD_WINDOW
+            in_window = row % PAD_WINDOW
+            place = (of_head * GROUP + member) * WINDOW + in_window
+            # Rows that only pad get weight 0: exp(0 - inf).
+            inside_rows = (member < GROUP) & (in_window < WINDOW)
+            normaliser = tl.load(row_normaliser + place, mask=inside_rows, other=float("inf"))
+            weights = tl.exp(logits - normaliser[None, :])
+            best = tl.maximum(best, tl.max(tl.reshape(weights, (TILE, MEMBERS, PAD_WINDOW)), axis=1))
+        score = tl.sum(best, axis=1) / WINDOW
         if WITH_HISTORY:
             # Only what an earlier compression left has a history: everything but the last block, or nothing.
             num_carried = (num_tokens - BLOCK_SIZE) * tl.load(compressed_before + request)
@@ -272,10 +291,10 @@ def attention_score(
         batch.compressed_before, scratch.row_normaliser, scratch.global_score,
         batch.num_requests, batch.block_tables.shape[1], scratch.global_score.shape[3],
         *cache_k.stride()[:4], *window_queries.stride()[:4], *prior.stride(), head_dim**-0.5, decay,
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, WINDOW=window, PAD_WINDOW=padded(window),
-        HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), BLOCK_SIZE=block_size, TILE=tile,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, MEMBERS=_members(group, window), WINDOW=window,
+        PAD_WINDOW=padded(window), HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), BLOCK_SIZE=block_size, TILE=tile,
         WITH_HISTORY=history is not None, PRECISION=dot_precision(cache_k),
-        num_warps=SECOND_PASS.num_warps, num_stages=SECOND_PASS.num_stages,
+        **SECOND_PASS.options(),
     )  # fmt: skip
 
 
@@ -306,12 +325,18 @@ def _launch_first_pass(
         scratch.row_max, scratch.row_sum, scratch.redundancy_logits,
         batch.num_requests, batch.block_tables.shape[1], scratch.redundancy_logits.shape[3], scratch.row_max.shape[3],
         *cache_k.stride()[:4], *queries.stride()[:4], head_dim**-0.5, threshold if threshold is not None else 0.0,
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, WINDOW=window, PAD_WINDOW=padded(window),
-        HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), BLOCK_SIZE=block_size, TILE=tile,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, MEMBERS=_members(group, window), WINDOW=window,
+        PAD_WINDOW=padded(window), HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), BLOCK_SIZE=block_size, TILE=tile,
         COLUMNS=min(tile, FIRST_PASS.tile),
         WITH_ATTENTION=with_attention, WITH_LIGHTNING=threshold is not None, PRECISION=dot_precision(cache_k),
-        num_warps=FIRST_PASS.num_warps, num_stages=FIRST_PASS.num_stages,
+        **FIRST_PASS.options(),
     )  # fmt: skip
+
+
+def _members(group: int, window: int) -> int:
+    """Query heads multiplied at once: as many as fill `SOFTMAX_ROWS`, and at least one."""
+    power: int = triton.next_power_of_2(group)
+    return min(power, max(1, SOFTMAX_ROWS // padded(window)))
 
 
 def _grid(cache_k: torch.Tensor, batch: CompressionBatch) -> tuple[int, int, int]:

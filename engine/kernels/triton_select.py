@@ -220,7 +220,7 @@ def combine(
         scratch.global_score, scratch.redundancy_logits, scratch.score, batch.num_blocks, batch.compressed_before,
         num_requests, max_tokens, attention_weight, 1.0 - attention_weight, temperature,
         NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=batch.block_size, TILE=COMBINE.tile, REACH=pool_size // 2,
-        WITH_REDUNDANCY=segment is not None, WHOLE_SEQUENCE=segment == "sequence", num_warps=COMBINE.num_warps,
+        WITH_REDUNDANCY=segment is not None, WHOLE_SEQUENCE=segment == "sequence", **COMBINE.options(),
     )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def random_score(batch: CompressionBatch, scratch: Scratch) -> None:
     num_layers, num_requests, num_kv_heads, max_tokens = scratch.score.shape
     _random_kernel[(num_kv_heads, num_layers * num_requests, triton.cdiv(max_tokens, RANDOM.tile))](
         scratch.score, batch.seeds, num_requests, max_tokens,
-        NUM_KV_HEADS=num_kv_heads, TILE=RANDOM.tile, num_warps=RANDOM.num_warps,
+        NUM_KV_HEADS=num_kv_heads, TILE=RANDOM.tile, **RANDOM.options(),
     )  # fmt: skip
 
 
@@ -241,5 +241,5 @@ def select(batch: CompressionBatch, scratch: Scratch, *, window: int, sink: int)
         scratch.score, scratch.keep_index, batch.num_blocks, batch.num_targets,
         num_requests, max_tokens, scratch.keep_index.shape[3], window, sink,
         NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=batch.block_size, TILE=launch.tile,
-        IN_REGISTERS=max_tokens <= launch.tile, num_warps=launch.num_warps,
+        IN_REGISTERS=max_tokens <= launch.tile, **launch.options(),
     )  # fmt: skip

@@ -113,7 +113,7 @@ def make_case(
     )
     longest = max(len(request.block_table) for request in requests)
 
-    def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[type-arg]
+    def tensor(values: reference.Float, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values).to(device=place.device, dtype=dtype)
 
     return Case(
@@ -178,7 +178,7 @@ def assert_close(out: torch.Tensor | reference.Float, ref: reference.Float, tole
     """Relative error in the norm; NaN never passes."""
     values = to_numpy(out) if isinstance(out, torch.Tensor) else out
     assert values.shape == ref.shape, f"{what}: {values.shape} instead of {ref.shape}"
-    error = np.linalg.norm(values - ref) / max(np.linalg.norm(ref), 1e-30)
+    error = float(np.linalg.norm(values - ref)) / max(float(np.linalg.norm(ref)), 1e-30)
     assert error <= tolerance, f"{what}: relative error {error:.2e} above {tolerance:.0e}"
 
 

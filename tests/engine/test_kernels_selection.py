@@ -108,7 +108,7 @@ def test_compaction_moves_whole_rows_and_nothing_else(place: Place, with_history
                 source = scratch.keep_index[layer, row, head, :num_keep].cpu().long()
                 for before, wanted in ((before_k, wanted_k), (before_v, wanted_v)):
                     rows = before[layer, table][:, :, head].flatten(0, 1)[source]
-                    wanted[layer, targets, :, head] = rows.unflatten(0, (-1, block_size))
+                    wanted[layer, targets, :, head] = rows.view(-1, block_size, rows.shape[-1])
                 if with_history:
                     score = scratch.global_score[layer, row, head].cpu()[source]
                     wanted_history[layer, targets, :, head] = score.view(-1, block_size)

@@ -75,7 +75,8 @@ def test_reference_agrees_with_every_stage(name: str) -> None:
 
             def stage(key: str, layer: int = layer, row: int = row, num_tokens: int = num_tokens) -> reference.Float:
                 values = arrays[key][layer, row].astype(np.float64)
-                return values.reshape(values.shape[0], -1)[:, :num_tokens]
+                flat: reference.Float = values.reshape(values.shape[0], -1)[:, :num_tokens]
+                return flat
 
             keys = reference.gather_cache_order(arrays["k"][layer].astype(np.float64), table)
             values = reference.gather_cache_order(arrays["v"][layer].astype(np.float64), table)
