@@ -1,8 +1,4 @@
-"""What every block was at every moment, replayed from a recording, and pictures of it at any level of detail.
-
-Nothing is sampled away: a cell of a picture is what its blocks were for most of its time, counts over time are taken
-where the pool was fullest in each bin.
-"""
+"""What every block was at every moment, replayed from a recording."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from traces.moments import BoolArray, FloatArray, Names, StepTimes, event_times, pool_of, read_names, step_times
+from traces.moments import FloatArray, Names, StepTimes, event_times, pool_of, read_names, step_times
 from traces.recording import Recording, RecordingError
 
 Int8Array = npt.NDArray[np.int8]
@@ -35,8 +31,11 @@ _NO_OWNER = ("freed", "cached")
 
 @dataclass(frozen=True)
 class Lives:
-    """Every stretch of one block in one state, by block and then time: block `block[i]` from `start_s[i]` to
-    `end_s[i]` in `state[i]` (index into STATES) with `refs[i]` owners by the doing of `request[i]` (-1: nobody's).
+    """Every stretch of one block in one state, by block and then time.
+
+    Block `block[i]` is from `start_s[i]` to `end_s[i]` in `state[i]` (index into STATES) with `refs[i]` owners.
+    `owner[i]` is its one owner, -1 if it has none or several; `actor[i]` is the request that brought the change about
+    (-1: the start of the run), `row[i]` its row in the recording's table of blocks (-1 likewise).
     """
 
     block: Int32Array
@@ -44,7 +43,9 @@ class Lives:
     end_s: FloatArray
     state: Int8Array
     refs: Int32Array
-    request: Int32Array
+    owner: Int32Array
+    actor: Int32Array
+    row: Int32Array
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,18 @@ def replay_blocks(blocks: pa.Table, events: pa.Table, steps: pa.Table, manifest:
     block = np.concatenate((everything, block))
     kind = np.concatenate((np.full(num_blocks, names.kinds.get("freed", -1), dtype=kind.dtype), kind))
     moment = np.concatenate((np.zeros(num_blocks), moment))
-    request = np.concatenate((np.full(num_blocks, NO_REQUEST), blocks["request"].to_numpy())).astype(np.int32)
+    actor = np.concatenate((np.full(num_blocks, NO_REQUEST), blocks["request"].to_numpy())).astype(np.int32)
     # blocks below 65,536 sort by radix, ten times as fast
     order = np.argsort(block.astype(np.uint16) if num_blocks <= 65_536 else block, kind="stable")
-    refs, state = _states(kind[order], names)
-    lives = _lives(block[order], moment[order], state, refs, request[order], times.last_s)
-    change_s, counts = _counts(lives, order, moment, num_blocks)
+    kind, by_block = kind[order], actor[order]
+    refs, owner = _owners(kind, by_block, names)
+    ends = _ends(block[order], moment[order], times.last_s)
+    row = (order - num_blocks).astype(np.int32)
+    row[row < 0] = -1
+    lives = Lives(
+        block[order].astype(np.int32), moment[order], ends, _states(kind, refs, names), refs, owner, by_block, row
+    )
+    change_s, counts = _counts(lives, order, moment)
     return Occupancy(num_blocks, block_size, times, lives, change_s, counts)
 
 
@@ -114,40 +121,44 @@ def _agreeing(blocks: pa.Table, events: pa.Table, num_steps: int, complete: bool
     return blocks.slice(0, int(named[rows - 1]) if rows else 0), events.slice(0, rows)
 
 
-def _states(kind: Int8Array, names: Names) -> tuple[Int32Array, Int8Array]:
-    """(owners, state) of a block after each change; `kind` in block order, each block's first change a freeing."""
+def _owners(kind: Int8Array, actor: Int32Array, names: Names) -> tuple[Int32Array, Int32Array]:
+    """(number of owners, the only owner or -1) after each change, in block order; a block's first change frees it.
+
+    The sum of the owners' numbers is kept beside their count: while there is one owner, it is that owner.
+    """
     one, none = np.isin(kind, names.kind_codes(_ONE_OWNER)), np.isin(kind, names.kind_codes(_NO_OWNER))
-    delta = np.zeros(len(kind), dtype=np.int32)
+    delta = np.zeros(len(kind), dtype=np.int64)
     delta[kind == names.kinds.get("hit", -1)] = 1
     delta[kind == names.kinds.get("left", -1)] = -1
-    steps = np.cumsum(delta, dtype=np.int64)
-    index = np.arange(len(kind))
-    anchor = np.maximum.accumulate(np.where(one | none, index, 0))  # the last change that says the count outright
-    refs = (one[anchor] + steps - steps[anchor]).astype(np.int32)
+    anchor = np.maximum.accumulate(np.where(one | none, np.arange(len(kind)), 0))  # the last change that says it all
+    count, total = np.cumsum(delta), np.cumsum(delta * actor)
+    refs = (one[anchor] + count - count[anchor]).astype(np.int32)
     if len(refs) and refs.min() < 0:
         raise RecordingError("table 'blocks': a block is given up by more requests than hold it")
+    only = np.where(one[anchor], actor[anchor], 0) + total - total[anchor]
+    return refs, np.where(refs == 1, only, NO_REQUEST).astype(np.int32)
+
+
+def _states(kind: Int8Array, refs: Int32Array, names: Names) -> Int8Array:
+    """A block's state after each change, in block order."""
     state = np.where(refs > 1, SHARED, np.where(refs == 1, OWNED, FREE)).astype(np.int8)
     state[kind == names.kinds.get("cached", -1)] = CACHED
     state[kind == names.kinds.get("compressing", -1)] = TARGET
     state[np.isin(kind, names.kind_codes(("swap_out", "held")))] = HELD
-    return refs, state
+    return state
 
 
-def _lives(
-    block: Int32Array, moment: FloatArray, state: Int8Array, refs: Int32Array, request: Int32Array, last_s: float
-) -> Lives:
+def _ends(block: Int32Array, moment: FloatArray, last_s: float) -> FloatArray:
+    """When each life ends: at the block's next change, or with the run."""
     last = np.ones(len(block), dtype=bool)
     last[:-1] = block[1:] != block[:-1]
     end = np.empty_like(moment)
     end[:-1] = moment[1:]
     end[last] = np.maximum(last_s, moment[last])
-    owner = np.where((state == FREE) | (state == CACHED), NO_REQUEST, request).astype(np.int32)
-    return Lives(block.astype(np.int32), moment, end, state, refs, owner)
+    return end
 
 
-def _counts(
-    lives: Lives, order: npt.NDArray[np.intp], moment: FloatArray, num_blocks: int
-) -> tuple[FloatArray, Int32Array]:
+def _counts(lives: Lives, order: npt.NDArray[np.intp], moment: FloatArray) -> tuple[FloatArray, Int32Array]:
     """Blocks in each state from each moment of change on; `moment` in the order of the recording."""
     first = np.ones(len(lives.block), dtype=bool)
     first[1:] = lives.block[1:] != lives.block[:-1]
@@ -165,106 +176,3 @@ def _counts(
         delta = (new == state).astype(np.int8) - (old == state).astype(np.int8)
         counts[:, state] = np.cumsum(delta, dtype=np.int32)[keep]
     return moment[keep], counts
-
-
-# ---- level of detail
-
-
-def shares(
-    occupancy: Occupancy, window_s: tuple[float, float], blocks: tuple[int, int], num_columns: int, num_rows: int
-) -> npt.NDArray[np.float32]:
-    """Share of each cell's (time x blocks) that was spent in each state, [state, row, column]; exact at any zoom.
-
-    Rows divide `blocks` (from, to) and columns `window_s` evenly; a cell of one block at one moment is all one state.
-    """
-    assert 0 < num_rows <= blocks[1] - blocks[0]
-    lives = occupancy.lives
-    inside = _inside(occupancy, window_s, blocks)
-    row = (lives.block[inside].astype(np.int64) - blocks[0]) * num_rows // (blocks[1] - blocks[0])
-    flat = lives.state[inside].astype(np.int64) * num_rows + row
-    covered = _cover(flat, lives, inside, window_s, num_columns, len(STATES) * num_rows)
-    covered = covered.reshape(len(STATES), num_rows, num_columns)
-    total = covered.sum(axis=0)
-    result: npt.NDArray[np.float32] = (covered / np.where(total > 0, total, 1.0)).astype(np.float32)
-    return result
-
-
-def _inside(occupancy: Occupancy, window_s: tuple[float, float], blocks: tuple[int, int]) -> npt.NDArray[np.intp]:
-    """Indices of the lives that overlap a window of time and blocks."""
-    lives = occupancy.lives
-    low, high = np.searchsorted(lives.block, blocks)
-    overlaps = (lives.end_s[low:high] > window_s[0]) & (lives.start_s[low:high] < window_s[1])
-    found: npt.NDArray[np.intp] = np.flatnonzero(overlaps) + low
-    return found
-
-
-def _cover(
-    flat: npt.NDArray[np.int64],
-    lives: Lives,
-    inside: npt.NDArray[np.intp],
-    window_s: tuple[float, float],
-    num_columns: int,
-    num_lines: int,
-) -> FloatArray:
-    """Columns covered by the lives of each line `flat`, [line * column]: an interval is the difference of two ramps."""
-    scale = num_columns / (window_s[1] - window_s[0])
-    size = num_lines * (num_columns + 1)
-    levels = np.zeros(size)
-    ramps = np.zeros(size)
-    for edge, sign in ((lives.start_s, 1.0), (lives.end_s, -1.0)):
-        position = np.clip((edge[inside] - window_s[0]) * scale, 0.0, float(num_columns))
-        column = position.astype(np.int64)
-        at = flat * (num_columns + 1) + column
-        ramps += sign * np.bincount(at, weights=1.0 - (position - column), minlength=size)
-        levels += sign * np.bincount(at, minlength=size)
-    level = levels.reshape(num_lines, num_columns + 1)
-    after = np.cumsum(level, axis=1) - level
-    return np.asarray((after + ramps.reshape(num_lines, num_columns + 1))[:, :num_columns])
-
-
-def dominant(parts: npt.NDArray[np.float32]) -> Int8Array:
-    """The state with the largest share of each cell, [row, column]; of equal ones the rarer (later in STATES)."""
-    chosen: Int8Array = (len(STATES) - 1 - np.argmax(parts[::-1], axis=0)).astype(np.int8)
-    return chosen
-
-
-def states_at(occupancy: Occupancy, time_s: float) -> Int8Array:
-    """Every block's state at one moment, [block]; changes at that very moment have happened."""
-    return occupancy.lives.state[lives_at(occupancy, time_s)]
-
-
-def lives_at(occupancy: Occupancy, time_s: float) -> npt.NDArray[np.intp]:
-    """For every block, the index of the life it is in at a moment."""
-    lives = occupancy.lives
-    begun = lives.start_s <= time_s
-    total = np.concatenate(([0], np.cumsum(begun)))
-    first = np.searchsorted(lives.block, np.arange(occupancy.num_blocks + 1))
-    found: npt.NDArray[np.intp] = first[:-1] + (total[first[1:]] - total[first[:-1]]) - 1
-    return found
-
-
-def fullest_counts(occupancy: Occupancy, window_s: tuple[float, float], num_bins: int) -> tuple[FloatArray, Int32Array]:
-    """(bin edges [n + 1], counts [n, state]) at the moment of each time bin when the fewest blocks were available.
-
-    Available is what nobody owns (free and cached): a pool that was full for one step of a bin shows as full.
-    """
-    edges = np.linspace(*window_s, num_bins + 1)
-    last_before = np.maximum(np.searchsorted(occupancy.change_s, edges[:-1], side="right") - 1, 0)
-    stop = np.maximum(np.searchsorted(occupancy.change_s, edges[1:], side="left"), last_before + 1)
-    available = occupancy.counts[:, FREE] + occupancy.counts[:, CACHED]
-    chosen = np.array(
-        [low + int(np.argmin(available[low:high])) for low, high in zip(last_before, stop, strict=True)], dtype=np.intp
-    )
-    return edges, occupancy.counts[chosen]
-
-
-def count_marks(moments_s: FloatArray, window_s: tuple[float, float], num_bins: int) -> npt.NDArray[np.int64]:
-    """How many of some moments fall into each time bin; the window's end belongs to its last bin."""
-    counted: npt.NDArray[np.int64] = np.histogram(moments_s, bins=num_bins, range=window_s)[0].astype(np.int64)
-    return counted
-
-
-def is_full(occupancy: Occupancy) -> BoolArray:
-    """For each change, whether no block was available from then on (neither free nor cached)."""
-    full: BoolArray = (occupancy.counts[:, FREE] + occupancy.counts[:, CACHED]) == 0
-    return full

@@ -11,15 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from traces.detail import count_marks, fullest_counts
 from traces.moments import event_times, read_names
-from traces.occupancy import (
-    CACHED,
-    FREE,
-    Occupancy,
-    count_marks,
-    fullest_counts,
-    read_occupancy,
-)
+from traces.occupancy import CACHED, FREE, Occupancy, read_occupancy
 from traces.palette import BLOCK_LOOKS, darker
 from traces.picture_page import MARKUP, SCRIPT, STYLE
 from traces.picture_svg import NUM_BINS, DrawnRun, legend, panel, patterns

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from traces.occupancy import STATES, Occupancy, dominant, shares
+from traces.detail import dominant, shares
+from traces.occupancy import STATES, Occupancy
 from traces.palette import BLOCK_LOOKS, MARK_LOOKS, darker
 from traces.png import data_uri, enlarge, indexed_png, textured, textured_colours
 from traces.series import StepSeries
@@ -218,7 +219,8 @@ def patterns() -> str:
     for name, look in BLOCK_LOOKS.items():
         fill = 'class="free"' if name == "free" else f'fill="{look.colour}"'
         drawn.append(
-            f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" {fill}/>'
+            f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">'
+            f'<rect width="6" height="6" {fill}/>'
             f'<path d="{lines[look.hatch]}" stroke="{darker(look.colour)}" stroke-width="1.2"/></pattern>'
         )
     return "".join(drawn)
