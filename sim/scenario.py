@@ -108,6 +108,9 @@ class Scenario:
         return from_profile(profile)
 
 
+DEFAULTS = Scenario()
+
+
 def check_blocks(workload: Workload, block_size: int) -> None:
     """Raise SimError when the pool's blocks do not divide those that the workload's prefix ids stand for."""
     traced = workload.meta.block_size

@@ -1,24 +1,48 @@
 """The command line: the only place that knows the whole house."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
+from zlab.compare import compare
 from zlab.demo import demo
 from zlab.memory import memory
 from zlab.outcome import Command
+from zlab.policy import app as policy
 from zlab.replay import replay
+from zlab.sweep import sweep
 from zlab.trace import app as trace
 
 app = typer.Typer(
     cls=Command,
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
-    help="A scheduler lab for LLM serving: replay workloads under policies before touching a GPU.",
 )
 app.command()(replay)
+app.command()(compare)
+app.command()(sweep)
+app.add_typer(policy, name="policy")
 app.command()(memory)
 app.command()(demo)
 app.add_typer(trace, name="trace")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zlab {version('zipage-lab')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """A scheduler lab for LLM serving: replay workloads under policies before touching a GPU."""
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -127,17 +127,6 @@ def remarks(run: Run) -> list[str]:
         f"simulated in {summary['wall_s']:.2f} s, {speed:,.0f} output tokens a second; digest {summary['digest'][:16]}"
     )
     return lines
-
-
-def flat(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary without nesting: `ttft_s` with its `p50` becomes `ttft_s_p50`."""
-    row: dict[str, Any] = {}
-    for key, value in summary.items():
-        if isinstance(value, Mapping):
-            row |= {f"{key}_{mark}": item for mark, item in value.items()}
-        else:
-            row[key] = value
-    return row
 
 
 def chunked(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -1,0 +1,197 @@
+"""`zlab sweep`: a grid of settings, one row a point."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from sim.parallel import results
+from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario
+from sim.sweep import SEED, Row, Value, points, run_point, split_values
+from zlab.cluster import Backend, BackendName, Cluster, Jobs, spread
+from zlab.options import (
+    AsJson,
+    BlockSize,
+    Cost,
+    Format,
+    GpuName,
+    HostBlocks,
+    KvBlocks,
+    LengthMultiplier,
+    MaxBatchedTokens,
+    MaxModelLen,
+    MaxRunning,
+    MemoryUtilisation,
+    ModelName,
+    PolicyName,
+    SkipBadRows,
+    Trace,
+)
+from zlab.outcome import INTERRUPTED, WENT_WRONG, MisuseError, fail
+from zlab.progress import Bar
+from zlab.rows import WRITERS, write_rows
+from zlab.source import Source
+from zlab.tables import console, figure, milliseconds, plain_table, share
+
+Grid = Annotated[
+    list[str],
+    typer.Option(
+        "--grid",
+        metavar="KEY=A,B,...",
+        help="Values to try: any option of `zlab replay` (policy, kv-blocks, ...), any setting of the policy "
+        "(budget.tokens, join, ...), or seed. Repeat it; the last varies fastest.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", dir_okay=False, help="Where the rows go: .csv, .json or .parquet. A table is shown anyway."),
+]
+
+
+HEAD = ("tokens/s", "TTFT p50 s", "p99", "TPOT p50 ms", "E2E p50 s", "running", "blocks", "preempted")
+
+
+def sweep(
+    trace: Trace,
+    grid: Grid,
+    policy: PolicyName = "hybrid",
+    gpu: GpuName = "h200",
+    model: ModelName = "qwen3-8b",
+    kv_blocks: KvBlocks = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    max_batched_tokens: MaxBatchedTokens = None,
+    max_running: MaxRunning = None,
+    max_model_len: MaxModelLen = None,
+    host_blocks: HostBlocks = None,
+    memory_utilisation: MemoryUtilisation = None,
+    length_multiplier: LengthMultiplier = 1.0,
+    cost: Cost = None,
+    format: Format = None,
+    skip_bad_rows: SkipBadRows = False,
+    jobs: Jobs = None,
+    backend: BackendName = Backend.loky,
+    cluster: Cluster = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a workload at every point of a grid, over processes or a cluster.
+
+    A point that cannot run is a row with its error. Exit code 0: at least one point ran; 1: none did; 2: misuse;
+    130: interrupted (the rows that had finished are shown and written).
+    """
+    base = Scenario(
+        policy=policy,
+        gpu=gpu,
+        model=model,
+        kv_blocks=kv_blocks,
+        block_size=block_size,
+        max_batched_tokens=max_batched_tokens,
+        max_running=max_running,
+        max_model_len=max_model_len,
+        host_blocks=host_blocks,
+        memory_utilisation=memory_utilisation,
+        length_multiplier=length_multiplier,
+        cost=cost,
+    )
+    check_target(out)
+    values = read_grid(grid)
+    source = Source(trace, format, skip_bad_rows)
+    workload = source.read if SEED in values else source.read(silent=as_json)
+    todo = points(workload, values, base)
+    rows: dict[int, Row] = {}
+    interrupted = False
+    try:
+        with spread(backend, jobs, cluster), Bar("sweep", len(todo), "points", as_json) as bar:
+            for index, row in results(run_point, todo):
+                rows[index] = row
+                bar(len(rows))
+    except KeyboardInterrupt:
+        interrupted = True
+    ordered = [rows[index] for index in sorted(rows)]
+    report(ordered, values, out, as_json)
+    failed = sum(row.error is not None for row in ordered)
+    if failed:
+        typer.echo(f"{failed} of {len(ordered)} points could not run; see their errors", err=True)
+    if interrupted:
+        typer.echo(f"interrupted: {len(ordered)} of {len(todo)} points had finished", err=True)
+        raise typer.Exit(INTERRUPTED)
+    if failed == len(ordered):
+        raise fail("no point could run", WENT_WRONG)
+
+
+def read_grid(options: Sequence[str]) -> dict[str, list[Value]]:
+    """`KEY=A,B` options as a mapping. Raises MisuseError."""
+    values: dict[str, list[Value]] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or not key.strip() or not split_values(text):
+            raise MisuseError(f"--grid {option}: is not of the form KEY=A,B,...")
+        if key in values:
+            raise MisuseError(f"--grid {key} stands twice: write all its values in one")
+        values[key.strip()] = [_plain(value) for value in split_values(text)]
+    return values
+
+
+def _plain(text: str) -> Value:
+    """A number where it is one."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def check_target(out: Path | None) -> None:
+    """Raise MisuseError for a file of an unknown kind or in no folder."""
+    if out is None:
+        return
+    if out.suffix not in WRITERS:
+        raise MisuseError(f"--out {out}: must end in {', '.join(WRITERS)}")
+    if not out.parent.is_dir():
+        raise MisuseError(f"--out {out}: there is no folder {out.parent}")
+
+
+def report(rows: Sequence[Row], grid: Mapping[str, Sequence[Value]], out: Path | None, as_json: bool) -> None:
+    """Write the rows to their file, in one move, and show them."""
+    if out is not None:
+        write_rows(rows, out)
+    if as_json:
+        typer.echo(json.dumps({"points": [row.as_dict() for row in rows]}))
+        return
+    to = console()
+    table = plain_table(
+        *grid, "tokens/s", "TTFT p50 s", "p99", "TPOT p50 ms", "E2E p50 s", "running", "blocks", "preempted"
+    )
+    for column in table.columns[: len(grid)]:
+        column.no_wrap = True
+    for row in rows:
+        cells = [escape(str(row.parameters[key])) for key in grid]
+        if row.summary is not None:
+            cells += _figures(row.summary)
+        table.add_row(*cells)
+    to.print(table)
+    for error, number in Counter(row.error for row in rows if row.error is not None).items():
+        first = next(row for row in rows if row.error == error)
+        where = ", ".join(f"{key}={value}" for key, value in first.parameters.items())
+        which = "1 point" if number == 1 else f"{number} points, the first"
+        to.print(escape(f"{which} {where}: {error}"), soft_wrap=True)
+    if out is not None:
+        to.print(f"{len(rows)} rows in {escape(str(out))}", soft_wrap=True)
+
+
+def _figures(summary: Mapping[str, Any]) -> list[str]:
+    return [
+        figure(summary["tokens_per_s"]),
+        figure(summary["ttft_s"]["p50"]),
+        figure(summary["ttft_s"]["p99"]),
+        milliseconds(summary["tpot_s"]["p50"]),
+        figure(summary["e2e_s"]["p50"]),
+        figure(summary["running_mean"]),
+        share(summary["occupancy_mean"]),
+        f"{summary['preemptions']:,}",
+    ]
