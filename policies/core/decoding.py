@@ -25,6 +25,7 @@ class Decoding:
         "_growth",
         "_heap",
         "_window_start",
+        "changes",
         "context_tokens",
         "num_requests",
         "tick",
@@ -42,6 +43,7 @@ class Decoding:
         self._heap: list[int] = []  # ticks that have (or had) a due list
         self.tick = 0
         self.num_requests = 0
+        self.changes = 0  # times somebody came or went: a driver that keeps the set elsewhere sees when to look again
         self.context_tokens = 0  # cache positions the members read in the next decode step
 
     def settle(self, request: Request) -> None:
@@ -65,6 +67,7 @@ class Decoding:
         """Take in a request whose counts hold now; it is part of the next decode step."""
         request.anchor = self.tick
         self.num_requests += 1
+        self.changes += 1
         self.context_tokens += request.cache_tokens
         self.schedule(request)
 
@@ -72,6 +75,7 @@ class Decoding:
         """Let a member go, its counts settled."""
         self.settle(request)
         self.num_requests -= 1
+        self.changes += 1
         self.context_tokens -= request.cache_tokens
         request.due_tick = request.grow_tick = -1
 
