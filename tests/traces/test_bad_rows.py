@@ -179,6 +179,12 @@ def test_unsorted_and_equal_times(tmp_path: Path) -> None:
     assert in_order.meta.dropped == {"earlier than the row before": 2}
 
 
+def test_many_equal_times_keep_the_files_order(tmp_path: Path) -> None:
+    rows = [{**MOONCAKE[2], "timestamp": 1000 * (i % 2), "hash_ids": [i]} for i in range(400)]
+    workload = read_trace(write_rows(tmp_path / "m.jsonl", rows))
+    assert [int(request.id) for request in workload] == [*range(0, 400, 2), *range(1, 400, 2)]
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", "nonsense", '{"timestamp": ' + "9" * 5000 + "}", "[" * 100_000])
 def test_lines_that_are_no_json_object(tmp_path: Path, line: str) -> None:
     text = json.dumps(MOONCAKE[0]) + "\n" + line + "\n" + json.dumps(MOONCAKE[1]) + "\n"

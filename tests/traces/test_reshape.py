@@ -1,5 +1,6 @@
 """One workload made into another, each change noted and every row accounted for."""
 
+import hashlib
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -138,6 +139,15 @@ def test_spread_uniformly_keeps_order_and_stays_within(sizes: list[int], gaps: l
         assert np.all(moved[times == this] <= following)
 
 
+def test_uniform_spread_is_uniform_in_every_batch() -> None:
+    times = np.repeat([0.0, 3.0, 6.0], 2_000)
+    moved = np.asarray(times_of(spread(batch(times.tolist()), "uniform", 1)), dtype=float)
+    for start in (0.0, 3.0, 6.0):
+        offsets = moved[times == start] - start
+        assert offsets.mean() == pytest.approx(1.5, abs=0.08)
+        assert offsets.std() == pytest.approx(3 / 12**0.5, rel=0.05)
+
+
 def test_spread_misuse() -> None:
     with pytest.raises(TraceError, match="unknown way to spread 'odd'; known are even, uniform"):
         spread(batch([0.0]), "odd")  # type: ignore[arg-type]
@@ -191,6 +201,14 @@ def test_tokens_are_the_same_for_ever() -> None:
     start = plain_splitmix64(plain_splitmix64(2 * 1) ^ 41)
     words = [plain_splitmix64((start + j * 0x9E3779B97F4A7C15) % 2**64) for j in range(3)]
     assert made.prompt_ids == tuple(1000 + word % 149_000 for word in words) == (44_394, 85_241, 6_060)
+
+
+def test_a_requests_own_rest_never_meets_a_block() -> None:
+    own = int.from_bytes(hashlib.sha256(b"e").digest()[:8], "little")
+    rows = (TraceRequest("e", 3, 1, 0.0, prefix_ids=()), TraceRequest("b", 4, 1, 0.0, prefix_ids=(own,)))
+    meta = WorkloadMeta("x", block_size=4, block_id_kind="chained", last_block="full")
+    rest, block = (request.prompt_ids or () for request in with_token_ids(Workload(rows, meta)))
+    assert rest != block[:3]
 
 
 def test_tokens_reuse_what_the_ids_reuse() -> None:
