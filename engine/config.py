@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,9 +211,10 @@ def effective_window(config: Mapping[str, Any]) -> int | None:
     return window
 
 
-def renamed(config: ModelConfig, name: str) -> ModelConfig:
-    """The same shape under another name."""
-    return replace(config, name=name)
+def without_window(config: Mapping[str, Any], name: str) -> None:
+    """Raise `ModelError` where a layer sees a window of the context only: the paged cache keeps no such layer."""
+    if window := effective_window(config):
+        raise ModelError(f"model {name!r} has layers with a sliding window of {window}; the paged cache has none")
 
 
 def _rope_values(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:

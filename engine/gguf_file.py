@@ -92,7 +92,7 @@ class GgufFile:
                 values = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
                 if num_heads is not None:
                     values = _halves(values, num_heads)
-                return torch.from_numpy(np.ascontiguousarray(values)).narrow(axis, start, end - start)
+                return torch.from_numpy(np.require(values, requirements=("C", "W"))).narrow(axis, start, end - start)
 
             yield self._translated(stored_name), shape, read
 

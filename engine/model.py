@@ -1,5 +1,6 @@
 """The own decoder of the Llama, Qwen2 and Qwen3 families: merged projections, packed tokens, attention from outside."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,24 +54,21 @@ class Decoder:
         config: ModelConfig,
         weights: DecoderWeights,
         *,
-        steps: LayerSteps | None = None,
         parallel: Parallel | None = None,
+        make_steps: Callable[[HeadShape, torch.Tensor], LayerSteps] = TorchSteps,
     ) -> None:
-        """`steps` default to plain torch; `rotation_table` makes the table that others need."""
+        """`make_steps` is given the heads of this part and the table of `engine.rope.rotation_table`."""
         self.parallel = parallel or Parallel()
         self.config = config
         self.part = part_of(config, self.parallel)
         self.weights = weights
-        self.steps: LayerSteps = steps or TorchSteps(HeadShape.of(self.part), self.new_rotation_table())
+        table = rotation_table(config.rope, config.head_dim, config.max_positions, self.device)
+        self.steps = make_steps(HeadShape.of(self.part), table)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.weights.embedding.device
-
-    def new_rotation_table(self) -> torch.Tensor:
-        """Cosines and sines of every position of the model, on its device."""
-        return rotation_table(self.config.rope, self.config.head_dim, self.config.max_positions, self.device)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from torch.nn.functional import linear, silu
 from engine.layers import AttentionContext, HeadShape, LayerWeights
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+MOST_COMPILATIONS = 64
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -96,18 +97,25 @@ class TorchSteps:
     """The stages in plain torch; with `compile_mode`, each compiled once and used for every layer.
 
     `dynamic` compiles for any number of tokens; without it every number of tokens is compiled for on its own, which
-    takes longer and gives the faster kernels: for the few padded batch sizes of a decode graph.
+    takes longer and gives the faster kernels: for the few padded batch sizes of a decode graph. `backend` is
+    `torch.compile`'s.
     """
 
     def __init__(
-        self, shape: HeadShape, table: torch.Tensor, *, compile_mode: CompileMode | None = None, dynamic: bool = True
+        self,
+        shape: HeadShape,
+        table: torch.Tensor,
+        *,
+        compile_mode: CompileMode | None = None,
+        dynamic: bool = True,
+        backend: str = "inductor",
     ) -> None:
         self._shape = shape
         self._table = table
-        self._attention_input = _compiled(attention_input, compile_mode, dynamic)
-        self._linear = _compiled(_linear, compile_mode, dynamic)
-        self._feed_forward = _compiled(feed_forward, compile_mode, dynamic)
-        self._add_norm = _compiled(add_norm, compile_mode, dynamic)
+        self._attention_input = _compiled(attention_input, compile_mode, dynamic, backend)
+        self._linear = _compiled(_linear, compile_mode, dynamic, backend)
+        self._feed_forward = _compiled(feed_forward, compile_mode, dynamic, backend)
+        self._add_norm = _compiled(add_norm, compile_mode, dynamic, backend)
 
     def attention(
         self,
@@ -147,8 +155,10 @@ def _linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return linear(values, weight, bias)
 
 
-def _compiled(function: Callable[P, R], mode: CompileMode | None, dynamic: bool) -> Callable[P, R]:
+def _compiled(function: Callable[P, R], mode: CompileMode | None, dynamic: bool, backend: str) -> Callable[P, R]:
     if mode is None:
         return function
-    compiled: Callable[P, R] = torch.compile(function, mode=mode, dynamic=dynamic, fullgraph=True)
+    # By number of tokens: more padded batch sizes than torch expects of a function by itself.
+    torch.compiler.config.recompile_limit = max(MOST_COMPILATIONS, torch.compiler.config.recompile_limit)
+    compiled: Callable[P, R] = torch.compile(function, mode=mode, dynamic=dynamic, backend=backend, fullgraph=True)
     return compiled

@@ -1,0 +1,46 @@
+"""Which way the own decoder's layers run: chosen by name, so that one measurement can compare them."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from engine.errors import ModelError, nearest
+from engine.layers import HeadShape, LayerSteps
+from engine.torch_layers import TorchSteps
+
+StepsMaker = Callable[[HeadShape, torch.Tensor], LayerSteps]
+
+
+def _eager(shape: HeadShape, table: torch.Tensor) -> LayerSteps:
+    return TorchSteps(shape, table)
+
+
+def _compiled(shape: HeadShape, table: torch.Tensor) -> LayerSteps:
+    return TorchSteps(shape, table, compile_mode="default")
+
+
+def _autotuned(shape: HeadShape, table: torch.Tensor) -> LayerSteps:
+    return TorchSteps(shape, table, compile_mode="max-autotune-no-cudagraphs", dynamic=False)
+
+
+VARIANTS: Mapping[str, StepsMaker] = {
+    "eager": _eager,
+    "compile": _compiled,
+    "autotune": _autotuned,
+}
+
+
+def default_variant(device: torch.device) -> str:
+    """Triton kernels on CUDA, plain torch elsewhere."""
+    return "triton" if device.type == "cuda" and "triton" in VARIANTS else "eager"
+
+
+def find_variant(name: str) -> StepsMaker:
+    """What makes the stages of a layer in the way of that name.
+
+    Raises:
+        ModelError: there is no such way here.
+    """
+    if name not in VARIANTS:
+        raise ModelError(f"unknown variant {name!r}{nearest(name, VARIANTS)} (choices: {', '.join(VARIANTS)})")
+    return VARIANTS[name]
