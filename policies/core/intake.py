@@ -13,10 +13,13 @@ def make_request(
     asked: TraceRequest, number: int, arrival_ns: int, limits: Limits, prefix_block_size: int | None
 ) -> Request:
     """The scheduler's view of a request. Raises ConfigError when its prefix ids do not fit the pool's block size."""
-    if asked.prefix_ids and (not prefix_block_size or prefix_block_size % limits.block_size):
-        raise ConfigError(
-            f"the block size {limits.block_size} does not divide the {prefix_block_size} tokens of a prefix id"
-        )
+    if asked.prefix_ids:
+        size = prefix_block_size or 0
+        if not size or (size % limits.block_size and limits.block_size % size):
+            raise ConfigError(
+                f"a block of {limits.block_size} tokens and a prefix id of the workload, {size} tokens, do not divide one "
+                "another"
+            )
     content = PromptContent(
         asked.prompt_tokens, limits.block_size, asked.prompt_ids, asked.prefix_ids, prefix_block_size
     )

@@ -103,7 +103,7 @@ def _same_history(one: PrefixEntry | None, other: PrefixEntry | None) -> bool:
 class PromptContent:
     """What the full blocks of one prompt hold, as far as the outside world said."""
 
-    __slots__ = ("_block_size", "_ids", "_per_id", "_prefix_ids", "num_blocks")
+    __slots__ = ("_block_size", "_ids", "_ids_per_block", "_per_id", "_prefix_ids", "num_blocks")
 
     def __init__(
         self,
@@ -115,22 +115,26 @@ class PromptContent:
     ) -> None:
         """Content of the full blocks of a prompt.
 
-        Token ids are exact. Prefix ids stand for `prefix_block_size` tokens each, which `block_size` must divide.
-        With neither, no block can be shared.
+        Token ids are exact. Prefix ids stand for `prefix_block_size` tokens each; that size and `block_size` must divide
+        one another. With neither, no block can be shared.
         """
         self._block_size = block_size
         self._ids = prompt_ids
         self._prefix_ids = prefix_ids
-        self._per_id = (prefix_block_size or block_size) // block_size
+        size = prefix_block_size or block_size
+        self._per_id = max(size // block_size, 1)  # blocks that one id covers
+        self._ids_per_block = max(block_size // size, 1)
         full = num_tokens // block_size
         if prompt_ids is None:
-            full = min(full, len(prefix_ids) * self._per_id) if prefix_ids is not None else 0
+            known = len(prefix_ids) * self._per_id // self._ids_per_block if prefix_ids is not None else 0
+            full = min(full, known)
         self.num_blocks = full
 
     def __getitem__(self, index: int) -> Content:
-        """Content of full block `index`."""
+        """Content of full block `index`; a chained id says what comes before it too, so a block's last id names it."""
         if self._ids is not None:
             start = index * self._block_size
             return tuple(self._ids[start : start + self._block_size])
         assert self._prefix_ids is not None
-        return (self._prefix_ids[index // self._per_id], index % self._per_id)
+        last = (index + 1) * self._ids_per_block - 1
+        return (self._prefix_ids[last // self._per_id], index % self._per_id)
