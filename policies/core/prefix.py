@@ -115,8 +115,8 @@ class PromptContent:
     ) -> None:
         """Content of the full blocks of a prompt.
 
-        Token ids are exact. Prefix ids stand for `prefix_block_size` tokens each; that size and `block_size` must divide
-        one another. With neither, no block can be shared.
+        Token ids are exact. Prefix ids stand for `prefix_block_size` tokens each; that size and `block_size` must
+        divide one another. With neither, no block can be shared.
         """
         self._block_size = block_size
         self._ids = prompt_ids
