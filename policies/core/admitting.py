@@ -17,7 +17,7 @@ def plan_prefill(state: State, plan: StepPlan, token_budget: int) -> None:
     """
     for request in state.prefilling.values():
         token_budget = _cut(state, plan, request, token_budget)
-    if not state.preempted_in_step and state.admission_due:
+    if state.admits and state.admission_due:
         _admit(state, plan, token_budget)
 
 

@@ -55,6 +55,7 @@ def preempt(state: State, plan: StepPlan, request: Request) -> None:
         state.decoding.drop(request)
     request.preemptions += 1
     state.preempted_in_step.append(request)
+    state.admits = False
     plan.preempted.append(request)
     state.charge_output(request)
     if way is ComesBack.SWAP:
@@ -94,6 +95,7 @@ def finish_swap_out(state: State, request: Request) -> None:
     """The copy is in host memory: the blocks are free, the request waits to be brought back."""
     state.pool.held.difference_update(request.table)
     request.in_flight = False
+    state.admits = False  # whoever it gave way to has been waiting for these blocks
     state.leave(request)
 
 

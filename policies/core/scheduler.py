@@ -79,7 +79,8 @@ class Scheduler:
         self._ids[request.id] = request
         state.requests[request.number] = request
         state.waiting.push(request, state.policy.order.key(request, state.history))
-        state.admission_due = True
+        if state.policy.order.lookahead or state.waiting.first() is request:
+            state.admission_due = True  # otherwise it stands behind one that does not fit
         return request
 
     def abort(self, id: str, now_ns: int) -> Request:
@@ -111,11 +112,11 @@ class Scheduler:
         state.journal.flush_when_large()
         plan = StepPlan(self.next_step)
         state.preempted_in_step.clear()
+        state.admits = True
         self._join(plan)
         self._decide(plan)
-        while plan.empty and state.preempted_in_step:
-            state.preempted_in_step.clear()  # everyone gave way and nothing runs: whoever fits now may start at once
-            self._decide(plan)
+        while plan.empty and not state.admits:
+            self._decide_again(plan)  # everyone gave way and nothing runs: whoever fits now may start at once
         if plan.empty:
             self._unlock(plan)
         if plan.empty:
@@ -213,8 +214,12 @@ class Scheduler:
             self._plan_decodes(plan)
             self._requeue_preempted()
         if plan.empty and not state.running:
-            state.preempted_in_step.clear()
-            self._decide(plan)
+            self._decide_again(plan)
+
+    def _decide_again(self, plan: StepPlan) -> None:
+        self.state.preempted_in_step.clear()
+        self.state.admits = True
+        self._decide(plan)
 
     def _join(self, plan: StepPlan) -> None:
         """Apply what has finished elsewhere: swaps always, compressions as the join rule says."""

@@ -48,6 +48,7 @@ class State:
         self.host_blocks_used = 0
         self.idle_tokens = 0  # cache tokens of running requests outside the decoding set
         self.preempted_in_step: list[Request] = []
+        self.admits = True  # no newcomer in a step in which somebody gave way: the room is for who needed it
         self.admission_due = False
         self.slots_due = False
         self.room_due = False  # a stalled request may find now what it waits for

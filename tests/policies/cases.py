@@ -12,20 +12,19 @@ from tests.policies.drive import Case, Job
 from traces.workload import TraceRequest
 
 Draw = st.DrawFn
-LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 40), st.integers(0, 120))
 
 
 @st.composite
 def limits(draw: Draw) -> Limits:
     """Pools of 2 to 64 blocks of 1 to 8 tokens."""
-    size = draw(st.sampled_from([4, 2, 3, 8, 1]))
+    size = draw(st.sampled_from([4, 2, 3, 8, 4, 1]))
     return Limits(
-        num_blocks=draw(st.one_of(st.integers(2, 12), st.integers(4, 64))),
+        num_blocks=draw(st.one_of(st.integers(4, 12), st.integers(2, 40))),
         block_size=size,
-        max_batched_tokens=draw(st.sampled_from([8, 16, 3, 64, 1000, 1])),
-        max_running=draw(st.sampled_from([4, 256, 2, 8, 1])),
-        max_model_len=draw(st.sampled_from([400, 60, 150])),
-        host_blocks=draw(st.sampled_from([0, 4, 12, 100])),
+        max_batched_tokens=draw(st.sampled_from([16, 8, 64, 3, 1000, 1])),
+        max_running=draw(st.sampled_from([256, 4, 8, 2, 1])),
+        max_model_len=draw(st.sampled_from([200, 400, 60])),
+        host_blocks=draw(st.sampled_from([0, 100, 6, 12])),
     )
 
 
@@ -146,14 +145,21 @@ def preset_policies(draw: Draw, lim: Limits) -> Policy:
 
 
 @st.composite
-def requests(draw: Draw, number: int, lim: Limits, prefix_block_size: int | None) -> TraceRequest:
-    """One request; its prompt may begin like others'."""
-    prompt = draw(LENGTHS)
-    output = draw(st.one_of(LENGTHS, st.none())) if draw(st.booleans()) else draw(st.integers(0, 30))
-    most = draw(st.sampled_from([None, output, 20, output]))
+def requests(draw: Draw, number: int, lim: Limits, prefix_block_size: int | None, crowded: bool) -> TraceRequest:
+    """One request; its prompt may begin like others'. In a crowd all are short enough to be admitted, then grow."""
+    room = lim.num_blocks * lim.block_size
+    if crowded:
+        prompt: int = draw(st.integers(1, 3 * lim.block_size))
+        output: int | None = draw(st.integers(lim.block_size, 40))
+        most = None
+    else:
+        prompt = draw(st.one_of(st.integers(1, 1 + room // 3), st.integers(1, 1 + room // 2), st.integers(0, room + 2)))
+        output = draw(st.one_of(st.integers(1, 1 + room // 2), st.integers(0, 60), st.sampled_from([None, 0, 1])))
+        most = draw(st.sampled_from([None, output, output, 20]))
     ids = prefix_ids = None
     kind = draw(st.sampled_from(["ids", "nothing", "ids"]))
-    family, common = draw(st.integers(0, 1)), draw(st.one_of(st.integers(0, 40), st.just(1000)))
+    family = draw(st.sampled_from([0, 0, 1]))
+    common = draw(st.sampled_from([1000, 4 * lim.block_size, lim.block_size, 5]))
     if kind == "ids" and prefix_block_size is None:
         ids = tuple(family * 7 + at % 3 if at < common else 100 + number for at in range(prompt))
     elif kind == "ids" and prefix_block_size is not None:
@@ -181,12 +187,15 @@ def cases(draw: Draw, presets_only: bool = False, disturbed: bool = True) -> Cas
     jobs: list[Job] = []
     now = 0
     step = 1000
-    gaps = draw(st.sampled_from([(0,), (0, 1, 500, 1000, 2500), (0, 3000, 30_000)]))
+    crowded = draw(st.booleans())
+    if crowded:
+        lim = replace(lim, max_running=256, max_batched_tokens=max(16, lim.max_batched_tokens), max_model_len=400)
+    gaps = (0, 500) if crowded else draw(st.sampled_from([(0, 1, 500, 1000, 2500), (0,), (0, 3000, 30_000)]))
     maybe = st.one_of(st.none(), st.none(), st.integers(0, 60_000)) if disturbed else st.none()
-    for number in range(draw(st.integers(1, 9))):
+    for number in range(draw(st.integers(4 if crowded else 2, 10))):
         now += draw(st.sampled_from(gaps))
-        request = draw(requests(number, lim, prefix_block_size))
-        stop = draw(st.one_of(st.none(), st.none(), st.integers(1, 10))) if disturbed else None
+        request = draw(requests(number, lim, prefix_block_size, crowded))
+        stop = draw(st.sampled_from([None, None, 1, 5, 10])) if disturbed else None
         jobs.append(Job(request, now, draw(maybe), draw(maybe), stop))
     return Case(
         policy,

@@ -1,4 +1,4 @@
-"""Two drivers for the scheduler: one plans every step, one takes quiet stretches at once; both note all that happens."""
+"""Two drivers for the scheduler, every step or quiet stretches at once; both note all that happens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -55,7 +55,8 @@ class Run:
     digest: str = ""
     plans: int = 0
     token_ns: dict[int, list[int]] = field(default_factory=dict)  # number -> times of its output tokens (plain driver)
-    first_seen: dict[int, int] = field(default_factory=dict)  # number -> first_token_ns when it was first set
+    recomputed: dict[int, int] = field(default_factory=dict)  # number -> tokens computed once more (plain driver)
+    decodes: dict[int, int] = field(default_factory=dict)  # step -> decodes, of planned steps
     stepped_ns: list[int] = field(default_factory=list)  # when each plan was asked for
     now_ns: int = 0
 
@@ -82,6 +83,7 @@ class Driver:
         self.now = 0
         self._mail: list[tuple[int, int, str, int]] = []  # (time, order, what, job or request number)
         self._order = 0
+        self._computed: dict[int, int] = {}  # number -> text positions whose keys and values were ever computed
         self._by_job: dict[int, Request] = {}
         for number, job in enumerate(case.jobs):
             self._post(job.arrival_ns, "arrive", number)
@@ -121,6 +123,7 @@ class Driver:
     def _carry_out(self, plan: StepPlan) -> None:
         run, scheduler = self.run_, self.scheduler
         run.plans += 1
+        run.decodes[plan.step] = plan.num_decodes
         if self.checked:
             audit_plan(scheduler, plan)
         if self.shadow is not None:
@@ -141,9 +144,6 @@ class Driver:
         scheduler.commit(plan, self.now, Outcome(stopped=stopped, failed=failed))
         for number in tokens:
             run.token_ns.setdefault(number, []).append(self.now)
-        for chunk in plan.prefills:
-            if chunk.request.first_token_ns >= 0:
-                run.first_seen.setdefault(chunk.request.number, chunk.request.first_token_ns)
         self._audit()
 
     def _cost(self, plan: StepPlan) -> int:
@@ -156,9 +156,18 @@ class Driver:
         return [request for request in self.scheduler.live() if request.phase is Phase.DECODE]
 
     def _producing(self, plan: StepPlan) -> list[int]:
-        """Requests that get an output token in this step."""
+        """Requests that get an output token in this step; notes what is computed, and what once more."""
+        computed, again = self._computed, self.run_.recomputed
+        for chunk in plan.prefills:
+            number, end = chunk.request.number, chunk.start + chunk.count
+            again[number] = again.get(number, 0) + max(0, min(end, computed.get(number, 0)) - chunk.start)
+            computed[number] = max(end, computed.get(number, 0))
+        decoders = self._decoders(plan)
+        for request in decoders:
+            tokens = request.prompt_tokens + self.scheduler.state.decoding.tokens(request)[1]
+            computed[request.number] = max(tokens, computed.get(request.number, 0))
         last = [chunk.request.number for chunk in plan.prefills if chunk.last and chunk.request.target_tokens > 0]
-        return [request.number for request in self._decoders(plan)] + last
+        return [request.number for request in decoders] + last
 
     def _stopping(self, plan: StepPlan) -> list[int]:
         """Requests whose token of this step ends them."""
