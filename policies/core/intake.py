@@ -17,7 +17,7 @@ def make_request(
         size = prefix_block_size or 0
         if not size or (size % limits.block_size and limits.block_size % size):
             raise ConfigError(
-                f"a block of {limits.block_size} tokens and a prefix id of the workload, which stands for {size}, do not "
+                f"a block of {limits.block_size} tokens and a prefix id of the workload, {size}, do not "
                 "divide one another"
             )
     content = PromptContent(
