@@ -10,8 +10,9 @@ from sim.cost import CostModel, roofline
 from sim.errors import SimError
 from sim.hardware import Gpu, Model, find_gpu, find_model
 from sim.profile import from_profile, load_profile
-from sim.replay import Run, default_limits, replay
+from sim.replay import default_limits, replay
 from sim.simulator import Progress
+from traces.run import Run
 from traces.workload import Workload
 
 DEFAULT_BLOCK_SIZE = 256

@@ -1,6 +1,6 @@
 """A finished run, of the simulator or of the engine: its tables, read when asked for, and what they amount to."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -64,12 +64,19 @@ class Run:
         return figures | {name: self.manifest[name] for name in ALSO_IN_SUMMARY}
 
     def _repr_html_(self) -> str:
-        """The summary as a table in a notebook."""
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(_show(value))}</td></tr>"
-            for name, value in self.summary.items()
+        """The run as two tables in a notebook: single figures, and distributions with a column a percentile."""
+        manifest, summary = self.manifest, self.summary
+        title = f"{manifest['policy']}: {manifest['gpu']}, {manifest['model']}, {manifest['num_blocks']:,} blocks of "
+        title += f"{manifest['block_size']} tokens" + ("" if manifest.get("complete", True) else " (incomplete)")
+        single = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+        spread = {name: value for name, value in summary.items() if isinstance(value, Mapping)}
+        marks = list(next(iter(spread.values()), {}))
+        head = "".join(f"<th>{escape(mark)}</th>" for mark in ("", *marks))
+        return (
+            f"<b>{escape(title)}</b><table>{''.join(_row(name, [value]) for name, value in single.items())}</table>"
+            f"<table><tr>{head}</tr>"
+            f"{''.join(_row(name, [value[mark] for mark in marks]) for name, value in spread.items())}</table>"
         )
-        return f"<table><caption>{escape(str(self.manifest['policy']))}</caption>{rows}</table>"
 
 
 def load_run(folder: Path | str) -> Run:
@@ -77,7 +84,14 @@ def load_run(folder: Path | str) -> Run:
     return Run(Recording(folder))
 
 
+def _row(name: str, values: Sequence[Any]) -> str:
+    cells = "".join(f"<td style='text-align:right'>{escape(_show(value))}</td>" for value in values)
+    return f"<tr><th style='text-align:left'>{escape(name)}</th>{cells}</tr>"
+
+
 def _show(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "  ".join(f"{name} {_show(item)}" for name, item in value.items())
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

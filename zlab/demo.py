@@ -11,10 +11,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from sim.replay import Run
 from sim.scenario import Scenario
 from traces.picture import write_occupancy_html
 from traces.recording import FORMAT, Recording, RecordingError
+from traces.run import Run
 from traces.synthetic import REASONING_SHAPES, reasoning
 from traces.workload import Workload
 from zlab.interrupt import AtBoundary

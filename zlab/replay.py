@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from sim.replay import Run
 from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario, check_blocks
+from traces.perfetto import write_perfetto
+from traces.run import Run
 from traces.workload import Workload
 from zlab.interrupt import AtBoundary
 from zlab.options import (
@@ -55,6 +56,10 @@ def replay(
     out: Annotated[
         Path | None, typer.Option("--out", file_okay=False, help="New folder for the recording of the run.")
     ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option("--perfetto", dir_okay=False, help="Write a Chrome trace for ui.perfetto.dev: .json or .json.gz."),
+    ] = None,
     plain_steps: Annotated[
         bool, typer.Option("--plain-steps", help="Simulate every step by itself: slower, the same result.")
     ] = False,
@@ -81,17 +86,20 @@ def replay(
     )
     scenario.set_up()
     check_new(out)
+    check_perfetto(perfetto)
     source = Source(trace, format, skip_bad_rows)
     workload = source.read(silent=as_json)
     check_blocks(workload, block_size)
     run = watched_run(scenario, workload, out, quiet=not plain_steps, silent=as_json)
+    if perfetto is not None:
+        write_perfetto(run, perfetto)
     if as_json:
         typer.echo(json.dumps(run.summary))
     else:
-        to = console()
-        show_run(run, workload, to)
-        if out is not None:
-            to.print(f"recording in {out}", soft_wrap=True)
+        show_run(run, workload, console())
+        for what, where in (("recording", out), ("trace for ui.perfetto.dev", perfetto)):
+            if where is not None:
+                typer.echo(f"{what} in {where}")
     if not run.summary["requests_finished"]:
         raise fail("no request could be served", WENT_WRONG)
 
@@ -100,6 +108,16 @@ def check_new(out: Path | None) -> None:
     """Raise MisuseError where a recording cannot be put."""
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise MisuseError(f"--out {out}: is not empty; a recording needs a folder of its own")
+
+
+def check_perfetto(path: Path | None) -> None:
+    """Raise MisuseError for a file that could not be written or opened."""
+    if path is None:
+        return
+    if not path.name.endswith((".json", ".json.gz")):
+        raise MisuseError(f"--perfetto {path}: must end in .json or .json.gz")
+    if not path.parent.is_dir():
+        raise MisuseError(f"--perfetto {path}: there is no folder {path.parent}")
 
 
 def watched_run(

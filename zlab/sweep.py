@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from sim.parallel import results
 from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario
-from sim.sweep import SEED, Row, Value, points, run_point, split_values
+from sim.sweep import SEED, Point, Row, Value, points, run_point, split_values
 from zlab.cluster import Backend, BackendName, Cluster, Jobs, spread
 from zlab.options import (
     AsJson,
@@ -102,15 +102,8 @@ def sweep(
     source = Source(trace, format, skip_bad_rows)
     workload = source.read if SEED in values else source.read(silent=as_json)
     todo = points(workload, values, base)
-    rows: dict[int, Row] = {}
-    interrupted = False
-    try:
-        with spread(backend, jobs, cluster), Bar("sweep", len(todo), "points", as_json) as bar:
-            for index, row in results(run_point, todo):
-                rows[index] = row
-                bar(len(rows))
-    except KeyboardInterrupt:
-        interrupted = True
+    with spread(backend, jobs, cluster), Bar("sweep", len(todo), "points", as_json) as bar:
+        rows, interrupted = gather(todo, bar)
     ordered = [rows[index] for index in sorted(rows)]
     report(ordered, values, out, as_json)
     failed = sum(row.error is not None for row in ordered)
@@ -121,6 +114,18 @@ def sweep(
         raise typer.Exit(INTERRUPTED)
     if failed == len(ordered):
         raise fail("no point could run", WENT_WRONG)
+
+
+def gather(todo: Sequence[Point], on_done: Callable[[int], None]) -> tuple[dict[int, Row], bool]:
+    """Rows by place, and whether Ctrl-C cut the work short."""
+    rows: dict[int, Row] = {}
+    try:
+        for index, row in results(run_point, todo):
+            rows[index] = row
+            on_done(len(rows))
+    except KeyboardInterrupt:
+        return rows, True
+    return rows, False
 
 
 def read_grid(options: Sequence[str]) -> dict[str, list[Value]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sim.replay import Run
+from traces.run import Run
 from traces.workload import Workload
 
 PIPED_WIDTH = 120
