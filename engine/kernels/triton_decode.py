@@ -151,7 +151,7 @@ def decode_attention(
     *,
     launch: Launch = LAUNCH,
 ) -> None:
-    """See `Kernels.decode_attention`."""
+    """See `Kernels.decode_attention`; `launch` overrides what was measured to be best."""
     check_cache(cache_k)
     check_cache(cache_v)
     if workspace.split_tokens % launch.tile:

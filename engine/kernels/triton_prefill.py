@@ -12,6 +12,9 @@ from engine.kernels.triton_common import Launch, check_cache, dot_precision, fin
 
 LAUNCH = Launch(tile=64, num_warps=8, num_stages=3)
 QUERY_ROWS = 128  # rows of one program: chunk tokens times query heads of a group
+# Full float32 products run outside the matrix units, from registers; large tiles would not fit those.
+FLOAT32_LAUNCH = Launch(tile=32, num_warps=8)
+FLOAT32_QUERY_ROWS = 32
 LOG2_E = 1.4426950408889634
 
 
@@ -156,15 +159,18 @@ def prefill_attention(
     scale: float,
     output: torch.Tensor,
     *,
-    launch: Launch = LAUNCH,
-    query_rows: int = QUERY_ROWS,
+    launch: Launch | None = None,
+    query_rows: int | None = None,
 ) -> None:
-    """See `Kernels.prefill_attention`."""
+    """See `Kernels.prefill_attention`; `launch` and `query_rows` override what was measured to be best."""
     check_cache(cache_k)
     check_cache(cache_v)
     num_tokens, num_query_heads, head_dim = queries.shape
     _, block_size, num_kv_heads, _ = cache_k.shape
     group = num_query_heads // num_kv_heads
+    full = queries.dtype == torch.float32
+    launch = launch if launch is not None else (FLOAT32_LAUNCH if full else LAUNCH)
+    query_rows = query_rows if query_rows is not None else (FLOAT32_QUERY_ROWS if full else QUERY_ROWS)
     if group > query_rows:
         raise KernelInputError(f"{group} query heads per KV head do not fit {query_rows} rows of a program")
     num_requests = lengths.shape[0]

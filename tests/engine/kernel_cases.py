@@ -35,19 +35,19 @@ class Place:
         return 1e-5 if self.dtype == torch.float32 else 1e-2
 
 
-def _places() -> list[pytest.param]:  # type: ignore[valid-type]
+def _places(interpreted: tuple[torch.dtype, ...]) -> list[pytest.param]:  # type: ignore[valid-type]
+    """Here: torch on the CPU, or under the interpreter Triton; on a GPU: both, in every dtype."""
     if INTERPRETED:
-        # The interpreter multiplies the bit patterns of bfloat16, not its values, so float16 stands in for it here.
-        found = [Place("triton", "cpu", torch.float32), Place("triton", "cpu", torch.float16)]
-    else:
-        found = [Place("torch", "cpu", torch.float32), Place("torch", "cpu", torch.bfloat16)]
-    params = [pytest.param(place, id=_name(place)) for place in found]
-    if not INTERPRETED:
-        marks = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-        for name in ("torch", "triton"):
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                place = Place(name, "cuda", dtype)
-                params.append(pytest.param(place, marks=marks, id=_name(place)))
+        return [pytest.param(place, id=_name(place)) for place in (Place("triton", "cpu", d) for d in interpreted)]
+    params = [
+        pytest.param(place, id=_name(place))
+        for place in (Place("torch", "cpu", torch.float32), Place("torch", "cpu", torch.bfloat16))
+    ]
+    marks = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    for name in ("torch", "triton"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            place = Place(name, "cuda", dtype)
+            params.append(pytest.param(place, marks=marks, id=_name(place)))
     return params
 
 
@@ -55,7 +55,10 @@ def _name(place: Place) -> str:
     return f"{place.kernels_name}-{place.device}-{str(place.dtype).removeprefix('torch.')}"
 
 
-on_every_place = pytest.mark.parametrize("place", _places())
+# The interpreter multiplies the bit patterns of bfloat16, not its values, so float16 stands in for it there.
+on_every_place = pytest.mark.parametrize("place", _places((torch.float32, torch.float16)))
+# For what moves rows or counts tokens: the slow interpreter runs it in one dtype only.
+on_one_dtype = pytest.mark.parametrize("place", _places((torch.float32,)))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tests.engine.kernel_cases import (
     assert_close,
     expected,
     make_case,
-    on_every_place,
+    on_one_dtype,
     to_numpy,
 )
 
@@ -34,7 +34,7 @@ def run(case: Case, place: Place, settings: CompressionSettings, requests: tuple
     )  # fmt: skip
 
 
-@on_every_place
+@on_one_dtype
 @pytest.mark.parametrize("scorer", WITH_SCORES)
 @pytest.mark.parametrize("sink", [0, 3])
 def test_compression_equals_the_reference(place: Place, scorer: str, sink: int) -> None:
@@ -63,7 +63,7 @@ def test_compression_equals_the_reference(place: Place, scorer: str, sink: int) 
         assert torch.equal(getattr(case, name)[:, untouched], getattr(before, name)[:, untouched]), name
 
 
-@on_every_place
+@on_one_dtype
 def test_recent_keeps_sink_and_latest(place: Place) -> None:
     case, before = make_case(place), make_case(place)
     run(case, place, CompressionSettings(scorer="recent", window=8, sink=5))
@@ -74,7 +74,7 @@ def test_recent_keeps_sink_and_latest(place: Place) -> None:
         assert torch.equal(case.cache_k[:, list(request.target_blocks)].flatten(1, 2), wanted)
 
 
-@on_every_place
+@on_one_dtype
 def test_random_is_the_same_alone_and_in_a_batch_and_differs_by_seed(place: Place) -> None:
     settings = CompressionSettings(scorer="random", window=8)
     together, alone, other = (make_case(place) for _ in range(3))
@@ -86,7 +86,7 @@ def test_random_is_the_same_alone_and_in_a_batch_and_differs_by_seed(place: Plac
     assert not torch.equal(other.cache_k[:, targets], alone.cache_k[:, targets])
 
 
-@on_every_place
+@on_one_dtype
 def test_a_batch_cut_into_launches_gives_the_same(place: Place) -> None:
     settings = CompressionSettings(window=8)
     whole, cut = make_case(place), make_case(place)
@@ -102,7 +102,7 @@ def test_a_batch_cut_into_launches_gives_the_same(place: Place) -> None:
         assert torch.equal(getattr(whole, name), getattr(cut, name)), name
 
 
-@on_every_place
+@on_one_dtype
 def test_hand_example_and_its_repeat(place: Place) -> None:
     """Section 7 of the design page: tokens 1, 3, 6, 7 stay, first and (with a history) again."""
     for repeat in (False, True):
@@ -120,7 +120,7 @@ def test_hand_example_and_its_repeat(place: Place) -> None:
         np.testing.assert_allclose(score, [0.1534277540, 0.0779177764, 0.1633309521, 0.0752310255], rtol=1e-6)
 
 
-@on_every_place
+@on_one_dtype
 def test_warm_up_runs_every_length(place: Place) -> None:
     case = make_case(place, Sizes(num_layers=1))
     warm_up(

@@ -13,7 +13,7 @@ from tests.engine.kernel_cases import (
     Sizes,
     keep_flags,
     make_case,
-    on_every_place,
+    on_one_dtype,
     to_numpy,
 )
 
@@ -38,7 +38,7 @@ def select(case: Case, place: Place, scores: torch.Tensor, window: int, sink: in
     return flags
 
 
-@on_every_place
+@on_one_dtype
 @pytest.mark.parametrize("tied", [True, False], ids=["ties", "distinct"])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_selection_is_exact(place: Place, tied: bool, sink: int) -> None:
@@ -55,7 +55,7 @@ def test_selection_is_exact(place: Place, tied: bool, sink: int) -> None:
             np.testing.assert_array_equal(found[layer][row], wanted)
 
 
-@on_every_place
+@on_one_dtype
 @pytest.mark.parametrize("num_blocks", [5, 17], ids=["larger-tile", "several-tiles"])
 def test_selection_of_many_tokens(place: Place, num_blocks: int) -> None:
     """More tokens than the small tile, and more than fit the registers of a program at all."""
@@ -69,7 +69,7 @@ def test_selection_of_many_tokens(place: Place, num_blocks: int) -> None:
     np.testing.assert_array_equal(found[0][0], wanted)
 
 
-@on_every_place
+@on_one_dtype
 def test_all_equal_keeps_the_latest_and_nan_breaks_nothing(place: Place) -> None:
     case = make_case(place)
     shape = case.laid_out()[1].score.shape
@@ -85,7 +85,7 @@ def snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return case.cache_k.cpu().clone(), case.cache_v.cpu().clone(), case.history.cpu().clone()
 
 
-@on_every_place
+@on_one_dtype
 @pytest.mark.parametrize("with_history", [True, False], ids=["history", "no-history"])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_compaction_moves_whole_rows_and_nothing_else(place: Place, with_history: bool, block_size: int) -> None:
@@ -118,7 +118,7 @@ def test_compaction_moves_whole_rows_and_nothing_else(place: Place, with_history
     assert torch.equal(after_history, wanted_history), "history differs"
 
 
-@on_every_place
+@on_one_dtype
 @pytest.mark.parametrize("pattern", ["first-dropped", "alternate", "one-late"])
 def test_in_place_equals_out_of_place(place: Place, pattern: str) -> None:
     """The same choice once into own blocks and once into fresh ones: a race would show in the first."""
