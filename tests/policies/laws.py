@@ -4,7 +4,8 @@ from collections import Counter
 from itertools import pairwise
 
 from policies.core.events import Kind, Reason
-from policies.core.request import Phase, Request, Status
+from policies.core.request import Phase, Status
+from policies.ordering import FirstCome
 from tests.policies.drive import Run
 
 TERMINAL = {
@@ -169,6 +170,9 @@ def order_kept(run: Run) -> None:
 
     Checked for first come, one line for all, without skip-ahead: admissions go by submission among those waiting.
     """
+    order = run.case.policy.order
+    if not isinstance(order, FirstCome) or order.lookahead:
+        return
     waiting: set[int] = set()
     swapped: set[int] = set()
     for _, kind, number, _, _ in run.rows:
@@ -234,8 +238,3 @@ def same_decisions(one: Run, other: Run) -> None:
         for name in ACCOUNT:
             left, right = getattr(mine_, name), getattr(yours_, name)
             assert left == right, f"{mine_.id}.{name}: {left} differs from {right}"
-
-
-def by_number(run: Run) -> dict[int, Request]:
-    """Requests of a run by number."""
-    return {request.number: request for request in run.requests}

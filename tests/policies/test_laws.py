@@ -8,7 +8,6 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from policies.core.limits import Limits
-from policies.ordering import FirstCome
 from policies.spec import load_policy, presets
 from tests.policies import laws
 from tests.policies.cases import cases, preset
@@ -30,9 +29,7 @@ def all_laws(run: Run, disturbed: bool) -> None:
     laws.recomputed_counted(run)
     laws.time_monotone(run)
     laws.times_add_up(run)
-    order = run.case.policy.order
-    if isinstance(order, FirstCome) and not order.lookahead:
-        laws.order_kept(run)
+    laws.order_kept(run)
 
 
 @settings(max_examples=2 * EXAMPLES)
