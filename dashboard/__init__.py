@@ -1,0 +1,1 @@
+"""What happened, seen: figures and views of recordings, and nothing else decides anything here."""
