@@ -1,6 +1,6 @@
 """Which way the own decoder's layers run: chosen by name, so that one measurement can compare them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -23,11 +23,13 @@ def _autotuned(shape: HeadShape, table: torch.Tensor) -> LayerSteps:
     return TorchSteps(shape, table, compile_mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
-VARIANTS: Mapping[str, StepsMaker] = {
-    "eager": _eager,
-    "compile": _compiled,
-    "autotune": _autotuned,
-}
+VARIANTS: dict[str, StepsMaker] = {"eager": _eager, "compile": _compiled, "autotune": _autotuned}
+try:
+    from engine.fused import TritonSteps
+except ImportError:  # there is no triton for this platform
+    pass
+else:
+    VARIANTS["triton"] = TritonSteps
 
 
 def default_variant(device: torch.device) -> str:
