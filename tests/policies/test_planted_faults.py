@@ -2,361 +2,17 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 
-from policies.core import admitting, giving_way, intake, room, scheduler, sharing, state
-from policies.core.admitting import plan_prefill
-from policies.core.blocks import BlockPool, BlockState
-from policies.core.decoding import Decoding
 from policies.core.errors import StuckError
-from policies.core.events import Journal, Kind, Reason
-from policies.core.limits import Limits
-from policies.core.plan import StepPlan
-from policies.core.policy import Join
-from policies.core.request import Phase, Request, Status
-from policies.core.scheduler import Scheduler
-from policies.core.slot_table import SlotTable
-from policies.core.state import State
-from policies.prefix import FullBlocks
-from policies.spec import load_policy
 from tests.policies import drive as driver
-from tests.policies import laws
-from tests.policies.cases import preset
-from tests.policies.drive import Case, Run, drive, job
+from tests.policies import laws, planted
+from tests.policies.drive import Case, Run, drive
+from tests.policies.scenarios import SCENARIOS
 
 Patch = pytest.MonkeyPatch
-LIMITS = Limits(num_blocks=10, block_size=4, max_batched_tokens=16, max_running=8, max_model_len=200, host_blocks=20)
-
-
-def growing(name: str = "full-kv", limits: Limits = LIMITS, **changes: Any) -> Case:
-    """Four requests whose outputs do not fit together: preemption, or compression."""
-    jobs = tuple(job(f"r{n}", 5 + n, 17, arrival_ns=300 * n) for n in range(4))
-    return replace(Case(preset(name, limits), limits, jobs, decode_ns=5), **changes)
-
-
-def together(name: str, gap_ns: int, **answers: Any) -> Case:
-    """Three requests with two blocks in common, the later ones when the first has computed them."""
-    jobs = tuple(job(f"r{n}", 0, 24, gap_ns * n, ids=(1, 2, 3, 4, 5, 6, 7, 8, 20 + n)) for n in range(3))
-    limits = replace(LIMITS, num_blocks=24)
-    return Case(replace(preset(name, limits), **answers), limits, jobs)
-
-
-def aborted_prefill() -> Case:
-    """The first is aborted in the middle of its prompt; the second begins alike."""
-    limits, ids = replace(LIMITS, max_batched_tokens=8, num_blocks=20), tuple(range(30))
-    jobs = (replace(job("a", 0, 6, ids=ids), abort_ns=1500), job("b", 0, 6, 2500, ids=ids))
-    return growing(limits=limits, jobs=jobs)
-
-
-def aborted_compression() -> Case:
-    """The first is aborted while its compression is in flight."""
-    base = growing("hybrid", replace(LIMITS, num_blocks=12), copy_ns=6000)
-    answer = replace(base.policy.compression, join=Join.WHEN_DONE)  # type: ignore[type-var]
-    jobs = (replace(base.jobs[0], abort_ns=9_500), *base.jobs[1:])
-    return replace(base, policy=replace(base.policy, compression=answer), jobs=jobs)
-
-
-def whole_prompt_twice() -> Case:
-    ids = tuple(range(8))
-    return growing(jobs=(job("a", 0, 6, ids=ids), job("b", 0, 6, 2000, ids=ids)))
-
-
-def small_one_waits() -> Case:
-    """The first grows at the cost of the second; what is left would do for the third."""
-    limits = replace(LIMITS, num_blocks=9)
-    jobs = (job("a", 14, 9), job("b", 14, 9), job("c", 3, 4, 1500))
-    return growing(limits=limits, jobs=jobs, policy=load_policy("full-kv:order=shortest-prompt"))
-
-
-def long_prompt_joins() -> Case:
-    limits = replace(LIMITS, max_batched_tokens=4, num_blocks=40)
-    return growing(limits=limits, jobs=(job("a", 4, 30), job("b", 40, 2)))
-
-
-SCENARIOS: tuple[Case, ...] = (
-    growing(),
-    growing(policy=load_policy("full-kv:preemption.comes_back=swap")),
-    growing("hybrid", replace(LIMITS, num_blocks=9)),
-    growing("hybrid", replace(LIMITS, num_blocks=24), policy=preset("hybrid", LIMITS, num_slots=1)),
-    growing(jobs=(job("big", 60, 2), job("small", 3, 4))),
-    together("full-kv", 1200),
-    together("hybrid", 1200, prefix=FullBlocks(keep=False)),
-    aborted_prefill(),
-    aborted_compression(),
-    whole_prompt_twice(),
-    small_one_waits(),
-    long_prompt_joins(),
-)
-
-
-# faults: each takes monkeypatch and breaks one thing
-
-
-def release_forgets_a_block(patch: Patch) -> None:
-    real = State.release
-    patch.setattr(State, "release", lambda self, request, blocks: real(self, request, blocks[1:]))
-
-
-def retain_forgets_to_count(patch: Patch) -> None:
-    def retain(self: BlockPool, block: int) -> None:
-        if not self.refs[block]:
-            real(self, block)
-
-    real = BlockPool.retain
-    patch.setattr(BlockPool, "retain", retain)
-
-
-def release_frees_shared_blocks(patch: Patch) -> None:
-    def release(self: BlockPool, block: int) -> BlockState:
-        while self.refs[block] > 1:
-            real(self, block)
-        return real(self, block)
-
-    real = BlockPool.release
-    patch.setattr(BlockPool, "release", release)
-
-
-def swapped_blocks_are_free_at_once(patch: Patch) -> None:
-    def swap_out(state_: State, plan: StepPlan, request: Request) -> None:
-        real(state_, plan, request)
-        state_.pool.held.clear()
-        blocks, request.table = request.table, []
-        state_.release(request, blocks)
-
-    real = giving_way._swap_out
-    patch.setattr(giving_way, "_swap_out", swap_out)
-
-
-def aborted_compression_keeps_its_blocks(patch: Patch) -> None:
-    def abandon(state_: State, task: Any) -> None:
-        real(state_, task)
-        task.request.table = task.request.table[1:]
-
-    real = room.abandon_compression
-    patch.setattr(scheduler, "abandon_compression", abandon)
-
-
-def shared_prefix_is_compressed_in_place(patch: Patch) -> None:
-    patch.setattr(room, "_leading", lambda state_, request: (0, 0))
-
-
-def hit_covers_the_whole_prompt(patch: Patch) -> None:
-    """The last token is computed again, but in the block that others own."""
-
-    def match(state_: State, request: Request) -> list[int]:
-        if state_.index is None:
-            return []
-        full = min(request.content.num_blocks, request.total_tokens // state_.limits.block_size)
-        return [entry.block for entry in state_.index.match(request.content[n] for n in range(full))]
-
-    def start(state_: State, request: Request, hits: list[int], num_new: int) -> None:
-        real(state_, request, hits, num_new)
-        request.computed_tokens = min(request.computed_tokens, request.total_tokens - 1)
-        state_.book_idle(request, request.computed_tokens)
-
-    real = admitting._start_prefill
-    patch.setattr(admitting, "match", match)
-    patch.setattr(admitting, "_start_prefill", start)
-
-
-def prompt_is_matchable_before_it_is_computed(patch: Patch) -> None:
-    def start(state_: State, request: Request, hits: list[int], num_new: int) -> None:
-        real(state_, request, hits, num_new)
-        sharing.register_prompt(state_, request, request.prompt_tokens)
-
-    real = admitting._start_prefill
-    patch.setattr(admitting, "_start_prefill", start)
-
-
-def slot_is_given_twice(patch: Patch) -> None:
-    def give_back(self: SlotTable, slot: int) -> None:
-        real(self, slot)
-        self._free.append(slot)
-
-    real = SlotTable.give_back
-    patch.setattr(SlotTable, "give_back", give_back)
-
-
-def window_does_not_need_a_slot(patch: Patch) -> None:
-    patch.setattr(room, "_lacks_slot", lambda state_, request, held: False)
-
-
-def budget_is_not_kept(patch: Patch) -> None:
-    patch.setattr(room, "_must_compress", lambda state_, request, held: False)
-
-
-def refusal_without_event(patch: Patch) -> None:
-    def emit(self: Journal, kind: int, request: int, value: int = 0, blocks: Any = ()) -> None:
-        if kind != Kind.REFUSED:
-            real(self, kind, request, value, blocks)
-
-    real = Journal.emit
-    patch.setattr(Journal, "emit", emit)
-
-
-def ends_are_told_twice(patch: Patch) -> None:
-    def end(self: State, request: Request, status: Status, reason: int = 0, message: str = "") -> None:
-        real(self, request, status, reason, message)
-        self.journal.emit(state.TERMINAL[status], request.number, reason)
-
-    real = State.end
-    patch.setattr(State, "end", end)
-
-
-def join_drops_a_request(patch: Patch) -> None:
-    def join(state_: State, plan: StepPlan, task: Any) -> None:
-        real(state_, plan, task)
-        if task.request.phase is Phase.DECODE:
-            state_.decoding.drop(task.request)
-
-    real = room.join_compression
-    patch.setattr(scheduler, "join_compression", join)
-
-
-def victim_is_not_requeued(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_requeue", lambda self, request: None)
-
-
-def too_large_is_let_in(patch: Patch) -> None:
-    def admit(state_: State, request: Request, asked: Any) -> None:
-        request.target_tokens = asked.output_tokens
-
-    patch.setattr(scheduler, "admissible", admit)
-
-
-def message_names_no_numbers(patch: Patch) -> None:
-    def refuse(state_: State, request: Request, asked: Any) -> tuple[Reason, str] | None:
-        answer = real(state_, request, asked)
-        return answer and (answer[0], "does not fit")
-
-    real = intake.admissible
-    patch.setattr(scheduler, "admissible", refuse)
-
-
-def everyone_gives_way(patch: Patch) -> None:
-    def find(state_: State, plan: StepPlan, request: Request, num: int) -> bool:
-        enough = real(state_, plan, request, num)
-        for other in list(state_.running.values())[1:]:
-            if other is not request and not other.in_flight and other.phase is Phase.DECODE:
-                giving_way.preempt(state_, plan, other)
-        return enough
-
-    real = room._find_blocks
-    patch.setattr(room, "_find_blocks", find)
-
-
-def prefills_are_thrown_out(patch: Patch) -> None:
-    """A hundred times the latest to be prefilled gives way, for nobody."""
-    left = [100]
-
-    def decodes(self: Scheduler, plan: StepPlan) -> None:
-        real(self, plan)
-        for request in reversed(list(self.state.prefilling.values())):
-            if left[0]:
-                left[0] -= 1
-                giving_way.preempt(self.state, plan, request)
-
-    real = Scheduler._plan_decodes
-    patch.setattr(Scheduler, "_plan_decodes", decodes)
-
-
-def newcomers_take_what_was_given_up(patch: Patch) -> None:
-    def prefill(state_: State, plan: StepPlan, budget: int) -> None:
-        state_.admits = state_.admission_due = True
-        plan_prefill(state_, plan, budget)
-
-    patch.setattr(scheduler, "plan_prefill", prefill)
-
-
-def recomputed_tokens_are_forgotten(patch: Patch) -> None:
-    def preempt(state_: State, plan: StepPlan, request: Request) -> None:
-        real(state_, plan, request)
-        request.high_water = 0
-
-    real = giving_way.preempt
-    patch.setattr(room, "preempt", preempt)
-
-
-def victim_goes_to_the_end_of_the_line(patch: Patch) -> None:
-    turns = count(1000)
-
-    def requeue(self: Scheduler, request: Request) -> None:
-        self.state.waiting.push(request, (next(turns),))
-        self.state.admission_due = True
-
-    patch.setattr(Scheduler, "_requeue", requeue)
-
-
-def time_of_a_phase_is_lost(patch: Patch) -> None:
-    def enter(self: Request, phase: Phase, now_ns: int) -> None:
-        if self.phase is not Phase.PREFILL:
-            self.phase_ns[self.phase] += now_ns - self.phase_since
-        self.phase, self.phase_since = phase, now_ns
-
-    patch.setattr(Request, "enter", enter)
-
-
-def first_token_is_stamped_again(patch: Patch) -> None:
-    def commit(self: Scheduler, chunk: Any) -> None:
-        chunk.request.first_token_ns = -1
-        real(self, chunk)
-
-    real = Scheduler._commit_chunk
-    patch.setattr(Scheduler, "_commit_chunk", commit)
-
-
-def admission_is_stamped_before_arrival(patch: Patch) -> None:
-    def enter(state_: State, request: Request) -> None:
-        real(state_, request)
-        request.first_admitted_ns = request.arrival_ns - 1 if request.arrival_ns else 0
-
-    real = admitting._enter_line
-    patch.setattr(admitting, "_enter_line", enter)
-
-
-def decisions_depend_on_identity(patch: Patch) -> None:
-    """As with a set of objects: the order differs from one scheduler to the next."""
-    pools: list[BlockPool] = []
-
-    def take(self: BlockPool, amount: int) -> list[int]:
-        if not any(pool is self for pool in pools):
-            pools.append(self)
-            self._line.rotate(len(pools))
-        return real(self, amount)
-
-    real = BlockPool.take
-    patch.setattr(BlockPool, "take", take)
-
-
-def growth_is_skipped_in_a_stretch(patch: Patch) -> None:
-    def advance(self: Decoding, num_steps: int, pool: BlockPool, journal: Journal) -> list[tuple[int, int]]:
-        for tick in range(self.tick, self.tick + num_steps):
-            self._growth.pop(tick, None)
-        return real(self, num_steps, pool, journal)
-
-    real = Decoding.advance
-    patch.setattr(Decoding, "advance", advance)
-
-
-def a_stretch_takes_a_step_too_many(patch: Patch) -> None:
-    real = Scheduler.quiet_steps
-    patch.setattr(Scheduler, "quiet_steps", lambda self: real(self) + (1 if real(self) else 0))
-
-
-def arrivals_do_not_end_a_stretch(patch: Patch) -> None:
-    real = Scheduler.quiet_steps
-
-    def quiet(self: Scheduler) -> int:
-        due, self.state.admission_due = self.state.admission_due, False
-        steps = real(self)
-        self.state.admission_due = due
-        return steps
-
-    patch.setattr(Scheduler, "quiet_steps", quiet)
 
 
 # laws that need a second run
@@ -381,45 +37,45 @@ class Fault:
 
 FAULTS = (
     # 1 conservation
-    Fault(release_forgets_a_block, laws.conservation, "never given back"),
-    Fault(release_forgets_a_block, None, "references"),
-    Fault(retain_forgets_to_count, None, "references"),
-    Fault(release_frees_shared_blocks, None, "references"),
-    Fault(swapped_blocks_are_free_at_once, None, "on their way to host"),
-    Fault(aborted_compression_keeps_its_blocks, laws.conservation, "never given back"),
-    Fault(shared_prefix_is_compressed_in_place, None, "compresses into a shared block"),
-    Fault(hit_covers_the_whole_prompt, None, "which others own too"),
-    Fault(prompt_is_matchable_before_it_is_computed, None, "reads"),
-    Fault(slot_is_given_twice, None, "slots free|two holders"),
-    Fault(window_does_not_need_a_slot, None, "loses a query"),
-    Fault(budget_is_not_kept, None, "its budget and prompt allow|its slot covers"),
+    Fault(planted.release_forgets_a_block, laws.conservation, "never given back"),
+    Fault(planted.release_forgets_a_block, None, "references"),
+    Fault(planted.retain_forgets_to_count, None, "references"),
+    Fault(planted.release_frees_shared_blocks, None, "references"),
+    Fault(planted.swapped_blocks_are_free_at_once, None, "on their way to host"),
+    Fault(planted.aborted_compression_keeps_its_blocks, laws.conservation, "never given back"),
+    Fault(planted.shared_prefix_is_compressed_in_place, None, "compresses into a shared block"),
+    Fault(planted.hit_covers_the_whole_prompt, None, "which others own too"),
+    Fault(planted.prompt_is_matchable_before_it_is_computed, None, "reads"),
+    Fault(planted.slot_is_given_twice, None, "slots free|two holders"),
+    Fault(planted.window_does_not_need_a_slot, None, "loses a query"),
+    Fault(planted.budget_is_not_kept, None, "its budget and prompt allow|its slot covers"),
     # 2 one terminal event
-    Fault(refusal_without_event, laws.one_terminal_event, "0 terminal events"),
-    Fault(ends_are_told_twice, laws.one_terminal_event, "2 terminal events"),
+    Fault(planted.refusal_without_event, laws.one_terminal_event, "0 terminal events"),
+    Fault(planted.ends_are_told_twice, laws.one_terminal_event, "2 terminal events"),
     # 3 liveness
-    Fault(join_drops_a_request, laws.liveness, "nothing runs and nothing is in flight"),
-    Fault(join_drops_a_request, None, "decode by the books|is booked"),
-    Fault(victim_is_not_requeued, laws.liveness, "nothing runs and nothing is in flight"),
+    Fault(planted.join_drops_a_request, laws.liveness, "nothing runs and nothing is in flight"),
+    Fault(planted.join_drops_a_request, None, "decode by the books|is booked"),
+    Fault(planted.victim_is_not_requeued, laws.liveness, "nothing runs and nothing is in flight"),
     # 4 refused at the door
-    Fault(too_large_is_let_in, laws.refused_at_the_door, "nothing runs and nothing is in flight"),
-    Fault(refusal_without_event, laws.refused_at_the_door, "refused late"),
-    Fault(message_names_no_numbers, laws.refused_at_the_door, "does not fit"),
+    Fault(planted.too_large_is_let_in, laws.refused_at_the_door, "nothing runs and nothing is in flight"),
+    Fault(planted.refusal_without_event, laws.refused_at_the_door, "refused late"),
+    Fault(planted.message_names_no_numbers, laws.refused_at_the_door, "does not fit"),
     # 5 preemptions bounded, recomputed tokens counted, order kept
-    Fault(prefills_are_thrown_out, laws.bounded_preemptions, "was preempted"),
-    Fault(prefills_are_thrown_out, laws.nobody_gives_way_for_nothing, "gave way and nobody"),
-    Fault(newcomers_take_what_was_given_up, laws.no_admission_with_preemption, "preempts, admits"),
-    Fault(recomputed_tokens_are_forgotten, laws.recomputed_counted, "booked"),
-    Fault(victim_goes_to_the_end_of_the_line, laws.order_kept, "is admitted before"),
+    Fault(planted.prefills_are_thrown_out, laws.bounded_preemptions, "was preempted"),
+    Fault(planted.prefills_are_thrown_out, laws.nobody_gives_way_for_nothing, "gave way and nobody"),
+    Fault(planted.newcomers_take_what_was_given_up, laws.no_admission_with_preemption, "preempts, admits"),
+    Fault(planted.recomputed_tokens_are_forgotten, laws.recomputed_counted, "booked"),
+    Fault(planted.victim_goes_to_the_end_of_the_line, laws.order_kept, "is admitted before"),
     # 6 time
-    Fault(admission_is_stamped_before_arrival, laws.time_monotone, "r1"),
+    Fault(planted.admission_is_stamped_before_arrival, laws.time_monotone, "r1"),
     # 7 times add up
-    Fault(time_of_a_phase_is_lost, laws.times_add_up, "ns"),
-    Fault(first_token_is_stamped_again, laws.times_add_up, "first token at"),
+    Fault(planted.time_of_a_phase_is_lost, laws.times_add_up, "ns"),
+    Fault(planted.first_token_is_stamped_again, laws.times_add_up, "first token at"),
     # 8 the same decisions
-    Fault(decisions_depend_on_identity, same_again, "differ"),
-    Fault(growth_is_skipped_in_a_stretch, same_in_a_stretch, "differ"),
-    Fault(a_stretch_takes_a_step_too_many, same_in_a_stretch, "differ|live-lock"),
-    Fault(arrivals_do_not_end_a_stretch, same_in_a_stretch, "differ"),
+    Fault(planted.decisions_depend_on_identity, same_again, "differ"),
+    Fault(planted.growth_is_skipped_in_a_stretch, same_in_a_stretch, "differ"),
+    Fault(planted.a_stretch_takes_a_step_too_many, same_in_a_stretch, "differ|live-lock"),
+    Fault(planted.arrivals_do_not_end_a_stretch, same_in_a_stretch, "differ"),
 )
 
 
