@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario, check_blocks
 from traces.perfetto import write_perfetto
+from traces.recording import Recording
 from traces.run import Run
 from traces.workload import Workload
 from zlab.interrupt import AtBoundary
@@ -58,7 +60,7 @@ def replay(
     ] = None,
     perfetto: Annotated[
         Path | None,
-        typer.Option("--perfetto", dir_okay=False, help="Write a Chrome trace for ui.perfetto.dev: .json or .json.gz."),
+        typer.Option("--perfetto", dir_okay=False, help="Write a Chrome trace for ui.perfetto.dev, a .json file."),
     ] = None,
     plain_steps: Annotated[
         bool, typer.Option("--plain-steps", help="Simulate every step by itself: slower, the same result.")
@@ -90,9 +92,18 @@ def replay(
     source = Source(trace, format, skip_bad_rows)
     workload = source.read(silent=as_json)
     check_blocks(workload, block_size)
-    run = watched_run(scenario, workload, out, quiet=not plain_steps, silent=as_json)
-    if perfetto is not None:
-        write_perfetto(run, perfetto)
+    with TemporaryDirectory() as elsewhere:
+        folder = out if perfetto is None else out or Path(elsewhere) / "run"  # the trace is made from a recording
+        run = watched_run(scenario, workload, folder, quiet=not plain_steps, silent=as_json)
+        if perfetto is not None and folder is not None:
+            write_perfetto(Recording(folder), perfetto)
+        report(run, workload, out, perfetto, as_json)
+    if not run.summary["requests_finished"]:
+        raise fail("no request could be served", WENT_WRONG)
+
+
+def report(run: Run, workload: Workload, out: Path | None, perfetto: Path | None, as_json: bool) -> None:
+    """Print what the run amounts to."""
     if as_json:
         typer.echo(json.dumps(run.summary))
     else:
@@ -100,8 +111,6 @@ def replay(
         for what, where in (("recording", out), ("trace for ui.perfetto.dev", perfetto)):
             if where is not None:
                 typer.echo(f"{what} in {where}")
-    if not run.summary["requests_finished"]:
-        raise fail("no request could be served", WENT_WRONG)
 
 
 def check_new(out: Path | None) -> None:
@@ -114,8 +123,8 @@ def check_perfetto(path: Path | None) -> None:
     """Raise MisuseError for a file that could not be written or opened."""
     if path is None:
         return
-    if not path.name.endswith((".json", ".json.gz")):
-        raise MisuseError(f"--perfetto {path}: must end in .json or .json.gz")
+    if path.suffix != ".json":
+        raise MisuseError(f"--perfetto {path}: must end in .json")
     if not path.parent.is_dir():
         raise MisuseError(f"--perfetto {path}: there is no folder {path.parent}")
 

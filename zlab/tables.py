@@ -2,19 +2,21 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
+import pyarrow.compute as pc
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from traces.reuse import lru_hit_shares, prefix_reuse
 from traces.run import Run
 from traces.workload import Workload
 
 PIPED_WIDTH = 120
 MISSING = "-"
+MOST_REQUESTS_EXPLAINED = 100_000
 
 
 def console() -> Console:
@@ -106,7 +108,7 @@ def show_run(run: Run, workload: Workload, to: Console) -> None:
     for label, key, show in LEVELS:
         table.add_row(label, show(summary[f"{key}_mean"]), "", "", "", show(summary[f"{key}_max"]))
     to.print(table)
-    for line in remarks(run):
+    for line in [*remarks(run), *prefix_remarks(run, workload)]:
         to.print(escape(line))
 
 
@@ -129,6 +131,22 @@ def remarks(run: Run) -> list[str]:
     return lines
 
 
-def chunked(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """The items in portions."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
+def prefix_remarks(run: Run, workload: Workload) -> list[str]:
+    """What was found of the prompts, beside what they repeat at all and what a cache as large as the pool keeps."""
+    block_size, num_blocks = run.manifest["block_size"], run.manifest["num_blocks"]
+    if workload.meta.block_size is None:
+        return []
+    if len(workload) > MOST_REQUESTS_EXPLAINED:
+        return [f"what the prompts repeat: zlab trace info TRACE --block-size {block_size} --lru {num_blocks}"]
+    finished = run.requests.filter(pc.equal(run.requests["status"], "finished"))
+    served = set(finished["id"].to_pylist())
+    kept = Workload([request for request in workload if request.id in served], workload.meta)
+    prompt = pc.sum(finished["prompt_tokens"]).as_py() or 1
+    reuse = prefix_reuse(kept, block_size)
+    lru = lru_hit_shares(kept, [num_blocks], block_size)[num_blocks]
+    found = run.summary["prefix_hit_tokens"] / prompt
+    return [
+        f"prefix hits are {found:.1%} of the served prompts' tokens. Of their blocks "
+        f"{reuse.share:.1%} repeat an earlier one's, {lru:.1%} within what a cache of all {num_blocks:,} blocks keeps "
+        "(least recently used); running requests leave less room than that"
+    ]
