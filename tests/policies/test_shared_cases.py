@@ -1,9 +1,7 @@
 """The small inputs of ../shared/cases that broke other engines, as far as scheduling is concerned."""
 
-import json
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -11,61 +9,15 @@ from policies.core.errors import DuplicateRequestError
 from policies.core.events import Kind, Reason
 from policies.core.limits import Limits
 from policies.core.policy import Join
-from policies.core.prefix import PrefixIndex
-from policies.core.request import Phase, Request, Status
+from policies.core.request import Phase, Status
 from policies.core.scheduler import Scheduler
-from policies.prefix import FullBlocks
-from policies.spec import PolicyError, load_policy, policy_from_table, policy_from_toml, policy_to_table, presets
-from tests.policies import laws
-from tests.policies.drive import Case, Driver, Job, Run, drive
-from tests.shared import SHARED, needs_shared
+from policies.spec import PolicyError, load_policy, policy_from_toml, presets
+from tests.policies.drive import Job, drive
+from tests.policies.shared_cases import STEP_NS, case, job, lawful, named, read
+from tests.shared import needs_shared
 from traces.workload import TraceRequest
 
 pytestmark = needs_shared
-STEP_NS = 1_000_000  # a step takes 1 ms
-
-
-def read(id: str) -> dict[str, Any]:
-    """The case's line."""
-    lines = (SHARED / "cases" / "cases.jsonl").read_text("utf-8").splitlines()
-    return next(found for found in map(json.loads, lines) if found["id"] == id)
-
-
-def case(id: str, preset: str | None = None, **changes: Any) -> Case:
-    """The case as something to drive."""
-    row = read(id)
-    names = {"max_batched_tokens", "max_running", "max_model_len"} & set(row)
-    limits = Limits(row["pool_blocks"], row["block_size"], **{name: row[name] for name in names})
-    table = policy_to_table(load_policy(preset or row["preset"]))
-    if table["budget"]["kind"] != "unlimited":
-        table["budget"] = {"kind": "fixed", "blocks": row.get("n_max", 3)}
-        table["compression"]["window"] = row.get("window", 2)
-    jobs = tuple(job(item) for item in row["requests"])
-    return replace(Case(policy_from_table(table), limits, jobs, step_ns=STEP_NS), **changes)
-
-
-def job(item: dict[str, Any]) -> Job:
-    ids = tuple(item["prompt_ids"]) if "prompt_ids" in item else None
-    prompt = len(ids) if ids is not None else item["prompt"]
-    request = TraceRequest(item["id"], prompt, item["output"], max_tokens=item["max_tokens"], prompt_ids=ids)
-    return Job(request, round(item["arrival"] * 1e9))
-
-
-def lawful(of: Case) -> Run:
-    """Drive it both ways, audited; every law that applies must hold."""
-    run = drive(of)
-    for law in (laws.conservation, laws.one_terminal_event, laws.refused_at_the_door, laws.bounded_preemptions):
-        law(run)
-    for law in (laws.times_add_up, laws.order_kept, laws.recomputed_counted, laws.nobody_gives_way_for_nothing):
-        law(run)
-    if not any(one.abort_ns is not None for one in of.jobs):
-        laws.liveness(run)
-    laws.same_decisions(run, drive(of, fast=True))
-    return run
-
-
-def named(run: Run) -> dict[str, Request]:
-    return {request.id: request for request in run.requests}
 
 
 @pytest.mark.parametrize("policy", [name for name in presets() if name != "constrained"])
@@ -175,110 +127,6 @@ def test_b10_while_one_compresses_long_the_others_decode() -> None:
     joined = next(row[0] for row in run.of(Kind.COMPRESSED) if row[2] == first[2])
     meanwhile = [step for step in range(first[0], joined) if run.decodes.get(step)]
     assert len(meanwhile) >= 4, f"{other.id} goes on while the other is compressed"
-
-
-def test_b12_a_whole_cached_prompt_computes_its_last_token_in_a_block_of_its_own() -> None:
-    for preset in ("full-kv", "nano-vllm", "hybrid"):
-        run = lawful(case("B12", preset))  # the audit sees every write to a shared block
-        second = named(run)["B"]
-        assert second.hit_tokens == 4
-        rows = [(Kind(kind), value, num) for _, kind, number, value, num in run.rows if number == second.number]
-        assert (Kind.HIT, 4, 1) in rows
-        assert (Kind.TOOK, 0, 1) in rows
-        assert (Kind.CHUNK, 4, 0) in rows
-
-
-def test_b12_the_last_token_alone_when_the_prompt_is_one_longer() -> None:
-    base = case("B12")
-    jobs = tuple(
-        replace(one, request=replace(one.request, prompt_ids=(*range(1, 10),), prompt_tokens=9)) for one in base.jobs
-    )
-    second = named(lawful(replace(base, jobs=jobs)))["B"]
-    assert second.hit_tokens == 8
-
-
-def test_b15_colliding_hashes_serve_nobody_elses_blocks() -> None:
-    of = case("B15")
-    jobs = (*of.jobs, replace(of.jobs[0], request=replace(of.jobs[0].request, id="C"), arrival_ns=2 * 10**9))
-    of = replace(of, jobs=jobs)
-    collides = drive(of, index=PrefixIndex(block_hash=lambda parent, content, salt: 7))
-    laws.same_decisions(collides, drive(of))
-    hits = {request.id: request.hit_tokens for request in collides.requests}
-    assert hits == {"A": 0, "B": 0, "C": 4}
-
-
-def test_b18_no_block_is_freed_twice() -> None:
-    run = lawful(case("B18"))
-    sharer, compressed = named(run)["B"], named(run)["A"]
-    assert sharer.hit_tokens == 8
-    assert compressed.compressions > 0
-    pool = run.scheduler.state.pool
-    with pytest.raises(AssertionError, match="block 3 has no owner"):
-        pool.release(3)
-    with pytest.raises(AssertionError, match="block 3 has 0 owners"):
-        pool.release_private([3])
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_b18_a_sharer_ends_while_the_other_compresses(keep: bool) -> None:
-    """The copy takes long; the shared blocks are read to its end and then given up once."""
-    base = case("B18")
-    answer = replace(base.policy.compression, join=Join.WHEN_DONE)  # type: ignore[type-var]
-    policy = replace(base.policy, compression=answer, prefix=FullBlocks(keep))
-    for output in range(1, 12):
-        sharer = replace(base.jobs[1], request=replace(base.jobs[1].request, output_tokens=output, max_tokens=output))
-        run = lawful(replace(base, policy=policy, jobs=(base.jobs[0], sharer), copy_ns=3 * STEP_NS))
-        assert named(run)["A"].generated == 20
-
-
-@pytest.mark.parametrize("join", list(Join))
-def test_b20_an_abort_holds_the_blocks_until_the_copy_is_over(join: Join) -> None:
-    base = case("B20")
-    answer = replace(base.policy.compression, join=join)  # type: ignore[type-var]
-    policy = replace(base.policy, compression=answer)
-    driver = Driver(replace(base, policy=policy, copy_ns=4 * STEP_NS))
-    scheduler, now = driver.scheduler, 0
-    for one in base.jobs:
-        scheduler.submit(one.request, 0)
-    while not (plan := scheduler.plan(now)).compressions:  # type: ignore[union-attr]
-        now += STEP_NS
-        scheduler.commit(plan, now)  # type: ignore[arg-type]
-    assert plan is not None
-    task = plan.compressions[0]
-    used = {*task.sources, *task.targets}
-    scheduler.commit(plan, now)
-    scheduler.abort(task.request.id, now)
-    if join is not Join.BLOCKING:
-        assert all(scheduler.state.pool.refs[block] for block in used), "held: the copy still reads and writes them"
-        assert task.request.in_flight
-    if join is Join.WHEN_DONE:
-        scheduler.plan(now)
-        assert all(scheduler.state.pool.refs[block] for block in used), "not reported as finished: still held"
-        scheduler.finished_compressing([task.request.number])
-    other = next(iter(set(scheduler.live()) - {task.request}))
-    scheduler.plan(now)
-    mine = set(other.table)
-    assert not [block for block in used - mine if scheduler.state.pool.refs[block]], "all of them are free now"
-    assert task.request.status is Status.ABORTED
-    assert scheduler.state.pool.num_used == len(mine)
-
-
-def test_b24_the_only_user_of_a_prefix_leaves_it_to_the_cache() -> None:
-    kept = lawful(case("B24"))
-    assert named(kept)["A"].compressions > 0
-    assert named(kept)["B"].hit_tokens == 8
-    assert not kept.of(Kind.PREFIX_LOST)
-    base = case("B24")
-    lost = lawful(replace(base, policy=replace(base.policy, prefix=FullBlocks(keep=False))))
-    assert named(lost)["B"].hit_tokens == 0
-    assert [row[3] for row in lost.of(Kind.PREFIX_LOST)] == [2]
-
-
-def test_b24_without_room_the_prefix_is_given_up_and_counted() -> None:
-    base = case("B24")
-    tight = replace(base, limits=replace(base.limits, num_blocks=3))
-    run = lawful(replace(tight, jobs=base.jobs[:1]))
-    assert [row[3] for row in run.of(Kind.PREFIX_LOST)] == [2]
 
 
 def test_b28_no_output_wanted() -> None:
