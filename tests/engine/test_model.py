@@ -17,9 +17,9 @@ from tests.engine.tiny_models import TINY, DenseContext, save_tiny
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Decoder:
     config = config_from_hf(read_json(folder / "config.json"), name="tiny")
-    weights = allocate(config, Parallel(), dtype=dtype, device=CPU)
+    weights = allocate(config, Parallel(), dtype=dtype, device=device)
     fill(config, weights, Parallel(), read_safetensors(safetensors_files(folder)), source=str(folder))
     return Decoder(config, weights)
 

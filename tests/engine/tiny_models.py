@@ -89,7 +89,7 @@ class DenseContext:
 def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """`queries [q, H_q, d]` are the last of `keys, values [t, H_kv, d]`."""
     num_queries, num_tokens = queries.shape[0], keys.shape[0]
-    mask = torch.ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)
+    mask = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=queries.device).tril(num_tokens - num_queries)
     group = queries.shape[1] // keys.shape[1]
     result = scaled_dot_product_attention(
         queries.transpose(0, 1),
