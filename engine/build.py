@@ -1,0 +1,188 @@
+"""From settings to an engine that runs: model, cache, scheduler, runner and loop put together."""
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.cache import CacheShape, PagedCache, blocks_that_fit
+from engine.compressing import CompressionStream
+from engine.errors import EngineError
+from engine.kernels.choice import find_kernels
+from engine.kernels.workspace import CompressionShape, CompressionWorkspace
+from engine.loading import LoadedModel, default_dtype, load_model
+from engine.loop import EngineLoop
+from engine.runner import Runner
+from engine.sampling import StepSampler
+from engine.scorers import CompressionSettings
+from policies.core.events import Sink
+from policies.core.limits import Limits
+from policies.core.policy import Policy
+from policies.core.scheduler import Scheduler
+from policies.spec import load_policy
+from policies.steplog import StepLog
+
+GRAPH_RESERVE_BYTES = 2 << 30
+MOST_COMPRESSED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine is set up; what is None is chosen for the device.
+
+    Attributes:
+        model: as `engine.loading.load_model` names it.
+        policy: a policy, or how a command line names one.
+        num_blocks: blocks of the cache; by default all that `memory_share` of the device's memory holds (CUDA only).
+        device, dtype, variant: where and how the model runs.
+        kernels: "torch" or "triton"; by default Triton on CUDA.
+        use_graphs: decode steps as CUDA graphs; by default on CUDA.
+        overlap: plan a step while the one before still runs, where that is safe.
+        seed: of requests that bring none.
+    """
+
+    model: str = "smollm2"
+    policy: Policy | str = "hybrid"
+    num_blocks: int | None = None
+    block_size: int = 256
+    max_batched_tokens: int = 8192
+    max_running: int = 256
+    max_model_len: int | None = None
+    host_blocks: int = 0
+    memory_share: float = 0.9
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: torch.dtype | None = None
+    variant: str | None = None
+    kernels: str | None = None
+    use_graphs: bool | None = None
+    overlap: bool = True
+    seed: int = 0
+
+
+@dataclass
+class Engine:
+    """All parts of a running engine."""
+
+    settings: EngineSettings
+    loaded: LoadedModel
+    policy: Policy
+    limits: Limits
+    cache: PagedCache
+    scheduler: Scheduler
+    sampler: StepSampler
+    compression: CompressionStream | None
+    loop: EngineLoop
+    steps: StepLog
+
+
+def build_engine(
+    settings: EngineSettings,
+    loaded: LoadedModel | None = None,
+    sink: Sink | None = None,
+    prefix_block_size: int | None = None,
+) -> Engine:
+    """Load the model (unless it is given), reserve the cache, warm everything up.
+
+    Raises EngineError, ModelError, PolicyError or ConfigError with what does not fit together.
+    """
+    policy = load_policy(settings.policy) if isinstance(settings.policy, str) else settings.policy
+    device = torch.device(settings.device)
+    loaded = loaded or load_model(settings.model, device=device, dtype=settings.dtype, variant=settings.variant)
+    dtype = settings.dtype or default_dtype(device)
+    limits = _limits(settings, loaded, policy, dtype, device)
+    scheduler = Scheduler(policy, limits, sink, prefix_block_size=prefix_block_size)
+    slots = scheduler.state.slots.num_slots
+    shape = _shape(loaded, policy, limits, slots)
+    cache = PagedCache(shape, dtype, device)
+    kernels = find_kernels(device, settings.kernels)
+    compression = None
+    if scheduler.state.floor is not None:
+        chosen = CompressionSettings(scorer=policy.compression.scorer, window=policy.compression.window)
+        workspace = _workspace(shape, limits, scheduler.state.floor, device)
+        compression = CompressionStream(cache, kernels, chosen, workspace, scheduler.state.floor)
+    decoding = scheduler.state.decoding
+    sampler = StepSampler(
+        loaded.config.vocab_size,
+        device,
+        lambda number: decoding.tokens(scheduler.state.requests[number])[1],
+        max_penalised=limits.max_running,
+        engine_seed=settings.seed,
+    )
+    graphs = device.type == "cuda" if settings.use_graphs is None else settings.use_graphs
+    if graphs and device.type != "cuda":
+        raise EngineError(f"CUDA graphs need a CUDA device, not {settings.device!r}")
+    runner = Runner(loaded.model, cache, kernels, compression, sampler, scheduler, graphs)
+    steps = StepLog(scheduler)
+    loop = EngineLoop(scheduler, runner, steps, overlap=settings.overlap, clock=time.perf_counter_ns)
+    return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, loop, steps)
+
+
+def _limits(
+    settings: EngineSettings, loaded: LoadedModel, policy: Policy, dtype: torch.dtype, device: torch.device
+) -> Limits:
+    most = loaded.config.max_positions
+    length = settings.max_model_len or most
+    if length > most:
+        raise EngineError(f"max_model_len {length} is more than the {most} positions of {loaded.config.name}")
+    limits = Limits(
+        num_blocks=settings.num_blocks or 2,
+        block_size=settings.block_size,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_running=settings.max_running,
+        max_model_len=length,
+        host_blocks=settings.host_blocks,
+    )
+    if settings.num_blocks is not None:
+        return limits
+    if device.type != "cuda":
+        raise EngineError("without a GPU whose memory says how many blocks fit, num_blocks must be given")
+    floor = policy.budget.floor(limits.block_size)
+    slots = limits.max_running if floor is not None else 0
+    shape = _shape(loaded, policy, limits, slots)
+    free, total = torch.cuda.mem_get_info(device)
+    usable = free - int(total * (1.0 - settings.memory_share))
+    width = loaded.config.hidden_size + loaded.config.intermediate_size
+    activations = 8 * limits.max_batched_tokens * width * dtype.itemsize
+    logits = 8 * limits.max_running * loaded.config.vocab_size
+    workspace = _workspace_bytes(shape, limits, floor) if floor is not None else 0
+    reserved = GRAPH_RESERVE_BYTES + activations + logits + workspace
+    return replace(limits, num_blocks=blocks_that_fit(shape, dtype, usable, reserved))
+
+
+def _shape(loaded: LoadedModel, policy: Policy, limits: Limits, slots: int) -> CacheShape:
+    window = min(policy.compression.window, limits.block_size)
+    return CacheShape.of(
+        loaded.model.part, num_blocks=limits.num_blocks, block_size=limits.block_size, num_slots=slots, window=window
+    )
+
+
+def _capacity(limits: Limits, floor: int) -> int:
+    """Blocks that compressions need at once: the longest request there can be, or several at their budget."""
+    longest = min(limits.num_blocks, -(-limits.max_model_len // limits.block_size) + 1)
+    return max(longest, min(MOST_COMPRESSED_AT_ONCE * (floor + 1), limits.num_blocks))
+
+
+def _compression_shape(shape: CacheShape) -> CompressionShape:
+    group = shape.num_query_heads // shape.num_kv_heads
+    return CompressionShape(shape.num_layers, shape.num_kv_heads, group, shape.window, shape.block_size)
+
+
+def _workspace_bytes(shape: CacheShape, limits: Limits, floor: int) -> int:
+    return CompressionWorkspace.bytes_needed(
+        _compression_shape(shape), capacity_blocks=_capacity(limits, floor), max_requests=MOST_COMPRESSED_AT_ONCE
+    )
+
+
+def _workspace(shape: CacheShape, limits: Limits, floor: int, device: torch.device) -> CompressionWorkspace:
+    return CompressionWorkspace(
+        _compression_shape(shape),
+        capacity_blocks=_capacity(limits, floor),
+        max_requests=MOST_COMPRESSED_AT_ONCE,
+        device=device,
+    )
+
+
+def synthetic_prompt(seed: int, num_tokens: int, vocab_size: int) -> list[int]:
+    """Token ids for a request of which only the length is known."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (num_tokens,), generator=generator).tolist()

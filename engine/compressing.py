@@ -1,0 +1,132 @@
+"""Compressions on a stream of their own, beside the decodes of everybody else; nothing ever waits on the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.cache import PagedCache
+from engine.compression_pipeline import compress, warm_up
+from engine.kernels.batch import CompressionRequest
+from engine.kernels.contract import Kernels
+from engine.kernels.workspace import CompressionWorkspace
+from engine.scorers import CompressionSettings
+from policies.core.plan import CompressionTask
+
+
+@dataclass
+class Started:
+    """Compressions that were enqueued together; `event` (None without CUDA) fires when they are done."""
+
+    numbers: list[int]
+    event: torch.cuda.Event | None
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has finished them; asks, does not wait."""
+        return self.event is None or self.event.query()
+
+
+class CompressionStream:
+    """A low-priority side stream. It starts after what has been enqueued so far; a later step waits where it joins.
+
+    The scheduler keeps every block that a compression reads or writes from everybody else until it is joined.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        kernels: Kernels,
+        settings: CompressionSettings,
+        workspace: CompressionWorkspace,
+        budget_blocks: int,
+    ) -> None:
+        """`budget_blocks`: the fewest blocks a compression leaves; what serving may meet is compiled here on CUDA."""
+        self._cache = cache
+        self._kernels = kernels
+        self._settings = settings
+        self._workspace = workspace
+        self._stream = torch.cuda.Stream(priority=0) if cache.k.is_cuda else None
+        self._running: list[Started] = []
+        if cache.k.is_cuda:
+            queries = cache.window_queries
+            parts = (cache.k, cache.v, cache.history, queries, settings, workspace)
+            warm_up(*parts, num_target_blocks=budget_blocks - 1, kernels=kernels)
+        self.inject_failure: str | None = None  # tests: the next compression fails with this message
+
+    def start(self, tasks: Sequence[CompressionTask], inline: bool) -> dict[int, str]:
+        """Enqueue compressions; `inline`: on the current stream. Returns what failed: request number -> message.
+
+        A failure concerns those requests alone: their blocks come back through the scheduler.
+        """
+        requests = [
+            CompressionRequest(
+                block_table=tuple(task.sources),
+                target_blocks=tuple(task.targets[:-1]),
+                query_slot=task.request.slot,
+                compressed_before=not task.first,
+                seed=task.request.number,
+            )
+            for task in tasks
+        ]
+        numbers = [task.request.number for task in tasks]
+        try:
+            if self.inject_failure is not None:
+                message, self.inject_failure = self.inject_failure, None
+                raise RuntimeError(message)
+            if self._stream is None or inline:
+                self._compress(requests)
+                self._running.append(Started(numbers, None))
+            else:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    self._compress(requests)
+                    event = torch.cuda.Event()
+                    event.record()
+                self._running.append(Started(numbers, event))
+        except (RuntimeError, ValueError) as error:
+            return dict.fromkeys(numbers, f"compression failed: {error}")
+        return {}
+
+    def join(self, numbers: Sequence[int]) -> None:
+        """Let the current stream wait, on the device, for the compressions of these requests."""
+        joined = set(numbers)
+        for started in self._running:
+            if joined.intersection(started.numbers) and started.event is not None:
+                torch.cuda.current_stream().wait_event(started.event)
+            started.numbers = [number for number in started.numbers if number not in joined]
+        self._running = [started for started in self._running if started.numbers]
+
+    def finished(self) -> list[int]:
+        """Requests whose compression is done but not joined yet."""
+        return [number for started in self._running if started.done for number in started.numbers]
+
+    def _compress(self, requests: list[CompressionRequest]) -> None:
+        cache = self._cache
+        for batch in independent(requests):
+            compress(
+                cache.k,
+                cache.v,
+                cache.history,
+                cache.window_queries,
+                batch,
+                self._settings,
+                self._workspace,
+                kernels=self._kernels,
+            )
+
+
+def independent(requests: Sequence[CompressionRequest]) -> list[list[CompressionRequest]]:
+    """The requests cut, in order, where one writes what an earlier one of its batch reads or writes.
+
+    Joined at once (`blocking`), a compression may give up blocks that the next one of the same step takes.
+    """
+    batches: list[list[CompressionRequest]] = []
+    used: set[int] = set()
+    for request in requests:
+        if not batches or not used.isdisjoint(request.target_blocks):
+            batches.append([])
+            used = set()
+        batches[-1].append(request)
+        used |= {*request.block_table, *request.target_blocks}
+    return batches

@@ -1,0 +1,202 @@
+"""The engine loop: plan, execute, commit, under the real clock and the same scheduler that drives the simulator."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.runner import Runner, StepResult
+from engine.sampling_params import SamplingParams
+from engine.stopping import Output, Piece
+from policies.core.plan import NOTHING, Outcome, StepPlan
+from policies.core.policy import Join
+from policies.core.request import Request
+from policies.core.scheduler import Scheduler
+from policies.steplog import StepLog
+from traces.workload import TraceRequest
+
+
+@dataclass
+class Sequence:
+    """A request's tokens on the host. `may_stop`: it may end before its length limit, so every step is looked at."""
+
+    request: Request
+    prompt_ids: list[int]
+    params: SamplingParams
+    output: Output
+    may_stop: bool
+    on_piece: Callable[[Piece], None] | None = None
+    text: str = ""
+    stop_reason: int | str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its terminal event has happened and all its tokens are here."""
+        return self.request.finish_ns >= 0
+
+
+@dataclass
+class _UnderWay:
+    plan: StepPlan
+    result: StepResult
+    start_ns: int
+    committed: bool = False
+    ended: list[Request] = field(default_factory=list)
+
+
+class EngineLoop:
+    """Steps of one engine; the only thread that touches scheduler and runner.
+
+    While no live request can stop early, step n + 1 is planned and enqueued while n still runs. That is safe because
+    the outcome of n is then known before it has run: every request gets its token, and its end is the scheduler's
+    length limit. The scheduler is then told a time extrapolated from the step before; the steps' own times are measured
+    either way. Otherwise a step's tokens are looked at before the next is planned.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        steps: StepLog,
+        overlap: bool = True,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.scheduler = scheduler
+        self.sequences: dict[int, Sequence] = {}
+        self.ended: list[tuple[Request, int]] = []  # with the step in which each ended; a driver empties it
+        self._runner = runner
+        runner.token_ids = self.token_ids
+        self._steps = steps
+        self._overlap = overlap
+        self._clock = clock
+        self._origin_ns = clock()
+        self._under_way: deque[_UnderWay] = deque()
+        self._num_may_stop = 0
+        self._last_end_ns = 0
+        self._step_ns = 0
+        self._told_ns = 0
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the loop was made, never less than what the scheduler was last told."""
+        return max(self._clock() - self._origin_ns, self._told_ns)
+
+    def submit(
+        self,
+        asked: TraceRequest,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        output: Output,
+        *,
+        may_stop: bool,
+        on_piece: Callable[[Piece], None] | None = None,
+        arrival_ns: int | None = None,
+    ) -> Sequence:
+        """Hand a request to the scheduler; a refused one has ended already, with its reason in `request.message`."""
+        request = self.scheduler.submit(asked, self._tell(self.now_ns()), arrival_ns)
+        sequence = Sequence(request, prompt_ids, params, output, may_stop, on_piece)
+        self.sequences[request.number] = sequence
+        self._num_may_stop += may_stop
+        self._collect(None)
+        return sequence
+
+    def abort(self, id: str) -> None:
+        """End a request; raises UnknownRequestError."""
+        self.drain()
+        self.scheduler.abort(id, self._tell(self.now_ns()))
+        self._collect(None)
+
+    def token_ids(self, number: int) -> list[int]:
+        """Prompt and output of a request so far; waits for steps under way."""
+        self.drain()
+        sequence = self.sequences[number]
+        return sequence.prompt_ids + sequence.output.token_ids
+
+    def step(self) -> bool:
+        """Plan and carry out one step; False when there is nothing to do until something arrives or a copy finishes."""
+        if self._waits_for_copies():
+            self.scheduler.finished_compressing(self._runner.finished_compressions())
+        plan = self.scheduler.plan(self._tell(self.now_ns()))
+        if plan is None:
+            self.drain()
+            self._collect(None)
+            return False
+        self._steps.plan(plan)
+        current = _UnderWay(plan, self._runner.execute(plan), self.now_ns())
+        self._under_way.append(current)
+        if self._overlap and not self._num_may_stop and not current.result.failed:
+            while len(self._under_way) > 1:
+                self._settle(self._under_way.popleft())
+            end_ns = max(self._last_end_ns + self._step_ns, current.start_ns)
+            self._commit(current, end_ns, NOTHING)
+        else:
+            self.drain()
+        return True
+
+    def drain(self) -> None:
+        """Wait for every step under way and take in its tokens."""
+        while self._under_way:
+            self._settle(self._under_way.popleft())
+
+    # one step
+
+    def _settle(self, step: _UnderWay) -> None:
+        """The step has finished on the device: note its time and its tokens, and commit it if that was put off."""
+        tokens = step.result.tokens()
+        end_ns = self._clock() - self._origin_ns
+        start_ns = max(step.start_ns, self._last_end_ns)
+        self._steps.ran(start_ns, max(end_ns, start_ns))
+        self._step_ns = max(end_ns - start_ns, 0)
+        self._last_end_ns = max(end_ns, start_ns)
+        stopped = [
+            number
+            for number, token in zip(step.result.numbers, tokens, strict=True)
+            if self._push(self.sequences[number], token)
+        ]
+        if step.committed:
+            for request in step.ended:
+                self._close(request)
+        else:
+            self._commit(step, end_ns, Outcome(stopped=stopped, failed=step.result.failed))
+
+    def _push(self, sequence: Sequence, token: int) -> bool:
+        piece = sequence.output.push(token)
+        sequence.text += piece.text
+        sequence.stop_reason = piece.stop_reason
+        if sequence.on_piece is not None:
+            sequence.on_piece(piece)
+        return piece.stopped
+
+    def _commit(self, step: _UnderWay, end_ns: int, outcome: Outcome) -> None:
+        step.committed = True
+        self.scheduler.commit(step.plan, self._tell(end_ns), outcome)
+        self._collect(step)
+
+    def _collect(self, step: _UnderWay | None) -> None:
+        """Let go of requests that have ended: at once, or when the last step under way has brought their tokens."""
+        for request in self.scheduler.take_ended():
+            self._runner.forget(request)
+            self.ended.append((request, self.scheduler.next_step))
+            sequence = self.sequences.get(request.number)
+            self._num_may_stop -= sequence.may_stop if sequence is not None else 0
+            if step is not None and step in self._under_way:
+                step.ended.append(request)
+            else:
+                self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """All tokens are here: say the rest of the text."""
+        sequence = self.sequences.get(request.number)
+        if sequence is None:
+            return
+        rest = sequence.output.finish() if sequence.stop_reason is None else ""
+        sequence.text += rest
+        if sequence.on_piece is not None:
+            sequence.on_piece(Piece(rest, stopped=True, stop_reason=sequence.stop_reason))
+
+    def _waits_for_copies(self) -> bool:
+        state = self.scheduler.state
+        return bool(state.compressing) and state.policy.compression.join is Join.WHEN_DONE
+
+    def _tell(self, now_ns: int) -> int:
+        self._told_ns = max(self._told_ns, now_ns)
+        return self._told_ns

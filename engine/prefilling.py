@@ -1,0 +1,58 @@
+"""What prefill chunks read: tokens, positions and places in the cache, made on the host in one go."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.attention import PrefillInputs
+from engine.cache import CacheShape
+from policies.core.plan import PrefillChunk
+
+TokenIds = Callable[[int], Sequence[int]]  # request number -> prompt and output ids so far
+
+
+def prefill_inputs(
+    chunks: Sequence[PrefillChunk], token_ids: TokenIds, shape: CacheShape, device: torch.device
+) -> PrefillInputs:
+    """Pack the chunks of one step.
+
+    A prompt's queries are kept for a later compression where they fall into the window of its last block and it holds a
+    query slot.
+    """
+    size = shape.block_size
+    ids, positions, slots, windows, lengths, starts = [], [], [], [], [], [0]
+    for chunk in chunks:
+        request = chunk.request
+        place = np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64)
+        table = np.asarray(request.table, dtype=np.int64)
+        ids.append(np.asarray(token_ids(request.number)[chunk.start : chunk.start + chunk.count], dtype=np.int64))
+        positions.append(place)
+        slots.append(table[place // size] * size + place % size)
+        within = place % size - (size - shape.window)
+        kept = (place // size == len(table) - 1) & (within >= 0) & (request.slot >= 0)
+        windows.append(np.where(kept, request.slot * shape.window + within, -1))
+        lengths.append(chunk.start + chunk.count)
+        starts.append(starts[-1] + chunk.count)
+    width = max(len(chunk.request.table) for chunk in chunks)
+    tables = np.full((len(chunks), width), -1, dtype=np.int64)
+    for row, chunk in enumerate(chunks):
+        tables[row, : len(chunk.request.table)] = chunk.request.table
+    tokens = np.concatenate([np.concatenate(part) for part in (ids, positions, slots, windows)])
+    counts = np.concatenate([np.asarray(lengths), np.asarray(starts), tables.ravel()])
+    wide = _to_device(torch.from_numpy(tokens), device).view(4, -1)
+    narrow = _to_device(torch.from_numpy(counts.astype(np.int32)), device)
+    num = len(chunks)
+    return PrefillInputs(
+        token_ids=wide[0],
+        positions=wide[1],
+        slot_mapping=wide[2],
+        window_rows=wide[3],
+        block_tables=narrow[2 * num + 1 :].view(num, width),
+        lengths=narrow[:num],
+        query_starts=narrow[num : 2 * num + 1],
+    )
+
+
+def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -1,0 +1,271 @@
+"""Carries out a step plan on the device: what the scheduler decided, nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.attention import PrefillInputs, StepAttention
+from engine.cache import PagedCache
+from engine.compressing import CompressionStream
+from engine.decode_graphs import DecodeGraphs, graph_sizes
+from engine.kernels.contract import Kernels
+from engine.kernels.decode_plan import reserve_decode_workspace
+from engine.model import LanguageModel
+from engine.prefilling import TokenIds, prefill_inputs
+from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows, advance
+from engine.sampling import StepSampler
+from engine.swapping import HostSwap
+from policies.core.plan import StepPlan
+from policies.core.policy import Join
+from policies.core.request import Phase, Request
+from policies.core.scheduler import Scheduler
+
+
+@dataclass
+class StepResult:
+    """Tokens of one step, perhaps still on their way to the host: `numbers[i]` is the request that got `tokens[i]`."""
+
+    numbers: list[int]
+    host: torch.Tensor | None = None
+    event: torch.cuda.Event | None = None
+    failed: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has finished the step; asks, does not wait."""
+        return self.event is None or self.event.query()
+
+    def tokens(self) -> list[int]:
+        """Wait for the step and return its tokens."""
+        if self.event is not None:
+            self.event.synchronize()
+        values: list[int] = self.host.tolist() if self.host is not None else []
+        return values[: len(self.numbers)]
+
+
+class Runner:
+    """Model, cache and streams under one `execute`; the scheduler stays the only owner of blocks and slots."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cache: PagedCache,
+        kernels: Kernels,
+        compression: CompressionStream | None,
+        sampler: StepSampler,
+        scheduler: Scheduler,
+        use_graphs: bool,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._kernels = kernels
+        self._compression = compression
+        self._sampler = sampler
+        self._scheduler = scheduler
+        self.token_ids: TokenIds = _no_requests  # prompt and output of a request so far; the loop puts its own here
+        self._swap = HostSwap(cache)
+        self._device = cache.k.device
+        limits = scheduler.state.limits
+        most_blocks = min(limits.num_blocks, -(-limits.max_model_len // limits.block_size) + 1)
+        self._rows = DecodeRows(limits.max_running, most_blocks, self._device)
+        self._row_of: dict[int, int] = {}
+        self._known: dict[int, tuple[int, int]] = {}  # request -> table length and slot that its row holds
+        self._members: list[Request] = []
+        self._changes = -1
+        self._workspace = reserve_decode_workspace(
+            total_tokens=limits.num_blocks * limits.block_size * 2,
+            max_requests=limits.max_running + 1,
+            num_query_heads=cache.shape.num_query_heads,
+            head_dim=cache.shape.head_dim,
+            device=self._device,
+        )
+        self._graphs: DecodeGraphs | None = None
+        self._bound = 0
+        self._member_rows = torch.empty(0, dtype=torch.int64, device=self._device)
+        if use_graphs:
+            sizes = graph_sizes(limits.max_running)
+            self._graphs = DecodeGraphs(self._decode, sizes, self._rows.padding_row, self._device)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Enqueue a whole step and return without waiting for it."""
+        self._swap.join()
+        failed = self._run_compressions(plan)
+        self._run_swaps(plan)
+        for request in plan.preempted:
+            self._drop_row(request.number)
+        self._update_members(plan)
+        self._start_rows(plan)
+        self._rows.upload()
+        result = self._run(plan)
+        result.failed |= failed
+        return result
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._drop_row(request.number)
+        self._swap.drop(request.number)
+
+    def finished_compressions(self) -> list[int]:
+        """Requests whose compression is done and not joined (join `when_done`)."""
+        return self._compression.finished() if self._compression is not None else []
+
+    # parts of a step
+
+    def _run_compressions(self, plan: StepPlan) -> dict[int, str]:
+        if self._compression is None:
+            return {}
+        failed = {}
+        inline = self._scheduler.state.policy.compression.join is Join.BLOCKING
+        if plan.compressions:
+            failed = self._compression.start(plan.compressions, inline)
+        if plan.joined:
+            self._compression.join([task.request.number for task in plan.joined])
+        for task in plan.joined:
+            self._set_row(task.request, self._row_of[task.request.number])
+        return failed
+
+    def _run_swaps(self, plan: StepPlan) -> None:
+        for task in plan.swaps:
+            request = task.request
+            if task.out:
+                tokens = self.token_ids(request.number)
+                self._swap.out(
+                    request.number,
+                    task.blocks,
+                    request.slot,
+                    tokens[-1],
+                    request.total_tokens - 1,
+                    request.cache_tokens,
+                )
+            else:
+                copy = self._swap.back(request.number, task.blocks, request.slot)
+                row = self._take_row(request)
+                self._rows.set(row, TOKEN, copy.token)
+                self._set_row(request, row)
+
+    def _update_members(self, plan: StepPlan) -> None:
+        """Follow the decoding set, and what its members were given since the last step."""
+        decoding = self._scheduler.state.decoding
+        changed = decoding.changes != self._changes
+        if changed:
+            self._changes = decoding.changes
+            running = self._scheduler.state.running.values()
+            self._members = [request for request in running if request.phase is Phase.DECODE]
+        rows = self._rows
+        for request in self._members if plan.num_decodes else ():
+            held, slot = self._known[request.number]
+            if len(request.table) != held:
+                rows.set_table(self._row_of[request.number], request.table, held)
+            if request.slot != slot:
+                rows.set(self._row_of[request.number], SLOT, request.slot)
+            if len(request.table) != held or request.slot != slot:
+                self._known[request.number] = (len(request.table), request.slot)
+        if changed:
+            members = [self._row_of[request.number] for request in self._members]
+            if self._graphs is not None and members and self._graphs.fits(len(members)):
+                self._bound = self._graphs.bind(members)
+            self._member_rows = torch.tensor(members, dtype=torch.int64, device=self._device)
+
+    def _start_rows(self, plan: StepPlan) -> None:
+        """Requests whose prefill ends in this step decode in the next: their rows wait for the sampled token."""
+        for chunk in plan.prefills:
+            if chunk.last and chunk.request.target_tokens:
+                row = self._take_row(chunk.request)
+                self._rows.set(row, POSITION, chunk.request.prefill_until)
+                self._rows.set(row, LENGTH, chunk.request.prefill_until + 1)
+                self._set_holdings(chunk.request, row)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        members = self._members if plan.num_decodes else []
+        ending = [chunk.request for chunk in plan.prefills if chunk.last and chunk.request.target_tokens]
+        numbers = [request.number for request in (*members, *ending)]
+        if not plan.num_decodes and not plan.prefills:
+            return StepResult([])
+        tokens = self._run_mixed(plan, members, ending) if plan.prefills else self._run_decodes(numbers)
+        return self._to_host(numbers, tokens)
+
+    def _run_mixed(self, plan: StepPlan, members: Sequence[Request], ending: Sequence[Request]) -> torch.Tensor:
+        prefill = prefill_inputs(plan.prefills, self.token_ids, self._cache.shape, self._device)
+        decode = self._decode_inputs(self._member_rows) if members else None
+        rows = list(range(len(members)))
+        start = len(members)
+        for chunk in plan.prefills:
+            start += chunk.count
+            if chunk.last and chunk.request.target_tokens:
+                rows.append(start - 1)
+        logits = self._forward(decode, prefill, torch.tensor(rows, dtype=torch.int64, device=self._device))
+        tokens = self._sampler.sample(logits, [request.number for request in (*members, *ending)])
+        if decode is not None:
+            advance(self._rows.state, decode, tokens[: len(members)])
+        if ending:
+            started = torch.tensor([self._row_of[request.number] for request in ending], device=self._device)
+            self._rows.state[started, TOKEN] = tokens[len(members) :].to(torch.int32)
+        return tokens
+
+    def _run_decodes(self, numbers: list[int]) -> torch.Tensor:
+        """A step of decodes alone. The step itself goes on with the most probable tokens; others are drawn after it."""
+        if self._graphs is not None and self._graphs.fits(len(numbers)):
+            tokens, logits = self._graphs.replay(self._bound)
+        else:
+            tokens, logits = self._decode(self._member_rows)
+        if self._sampler.plain(numbers):
+            return tokens
+        drawn = self._sampler.sample(logits[: len(numbers)], numbers)
+        self._rows.state[self._member_rows, TOKEN] = drawn.to(torch.int32)
+        return drawn
+
+    def _decode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One decode step of `rows` with the most probable token each, and the logits: what a graph captures."""
+        inputs = self._decode_inputs(rows)
+        logits = self._forward(inputs, None, None)
+        tokens = self._sampler.most_probable(logits)
+        advance(self._rows.state, inputs, tokens)
+        return tokens, logits
+
+    def _decode_inputs(self, rows: torch.Tensor) -> DecodeInputs:
+        return DecodeInputs(self._rows.state, rows, self._cache.shape.block_size, self._cache.shape.window)
+
+    def _forward(
+        self, decode: DecodeInputs | None, prefill: PrefillInputs | None, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        context = StepAttention(self._cache, self._kernels, self._workspace, decode, prefill)
+        hidden = self._model.forward(context.token_ids, context.positions, context, rows)
+        return self._model.logits(hidden)
+
+    def _to_host(self, numbers: list[int], tokens: torch.Tensor) -> StepResult:
+        if not tokens.is_cuda:
+            return StepResult(numbers, tokens)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return StepResult(numbers, host, event)
+
+    # rows
+
+    def _take_row(self, request: Request) -> int:
+        row = self._row_of.get(request.number)
+        if row is None:
+            row = self._row_of[request.number] = self._rows.take()
+        return row
+
+    def _set_row(self, request: Request, row: int) -> None:
+        self._rows.set(row, POSITION, request.total_tokens - 1)
+        self._rows.set(row, LENGTH, request.cache_tokens)
+        self._set_holdings(request, row)
+
+    def _set_holdings(self, request: Request, row: int) -> None:
+        self._rows.set(row, SLOT, request.slot)
+        self._rows.set_table(row, request.table)
+        self._known[request.number] = (len(request.table), request.slot)
+
+    def _drop_row(self, number: int) -> None:
+        row = self._row_of.pop(number, None)
+        if row is not None:
+            self._rows.give_back(row)
+            del self._known[number]
+
+
+def _no_requests(number: int) -> list[int]:
+    raise KeyError(f"no tokens are known of request {number}")
