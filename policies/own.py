@@ -29,8 +29,10 @@ def load_own(spec: str, error: type[Exception]) -> Any:
 
 
 def source_digest(answer: Any) -> str:
-    """SHA-256 of the source text of the answer's class."""
-    return hashlib.sha256(inspect.getsource(type(answer)).encode()).hexdigest()
+    """SHA-256 of the source text of the answer's class; of its whole file if it was named by file."""
+    cls = type(answer)
+    source = getattr(cls, "own_source", None) or inspect.getsource(cls)
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _entry_point(name: str, error: type[Exception]) -> type[Any]:
@@ -62,4 +64,5 @@ def _from_file(spec: str, error: type[Exception]) -> type[Any]:
             if isinstance(value, type) and value.__module__ == module.__name__
         ]
         raise error(f"{spec}: the file has no class {name!r} (it has: {', '.join(classes) or 'none'})")
+    cls.own_source = path.read_text("utf-8")  # type: ignore[attr-defined]
     return cls

@@ -108,9 +108,9 @@ def policy_digest(policy: Policy) -> str:
 
 
 def _split(spec: str) -> tuple[str, list[tuple[str, str]]]:
-    """Base and changes of a command-line policy; the colon of FILE.py:Class is not a separator."""
+    """Base and changes of a command-line policy; the colon of FILE.py:Class or entry:NAME is not a separator."""
     base, _, rest = spec.partition(":")
-    if base.endswith(".py"):
+    if base.endswith(".py") or base == "entry":
         name, _, rest = rest.partition(":")
         base = f"{base}:{name}"
     changes = []

@@ -1,0 +1,158 @@
+"""Budgets that adapt, and query slots that stay within the pool."""
+
+from dataclasses import replace
+
+import pytest
+
+from policies.budget import Adaptive, Fixed, Unlimited
+from policies.core.errors import ConfigError
+from policies.core.events import Kind
+from policies.core.limits import Limits
+from policies.core.policy import PoolView
+from policies.core.request import Status
+from policies.core.slot_table import SlotTable
+from policies.spec import load_policy
+from tests.policies import laws
+from tests.policies.drive import Case, drive, job
+from tests.policies.stage import Stage
+
+LIMITS = Limits(num_blocks=16, block_size=4, max_batched_tokens=64, max_running=16, max_model_len=400)
+ADAPTIVE = "hybrid-adaptive:budget.tokens=8,most_tokens=20,grow_above=0.25,shrink_below=0.1,window=2"
+
+
+def view(num_free: int, num_waiting: int = 0) -> PoolView:
+    return PoolView(100, num_free, 3, num_waiting)
+
+
+def test_the_adaptive_budget_by_its_answers() -> None:
+    budget = Adaptive(tokens=8, most_tokens=20, grow_above=0.25, shrink_below=0.1)
+    assert budget.floor(4) == 3
+    assert budget.may_grow(3, 4, view(26))
+    assert not budget.may_grow(3, 4, view(25))
+    assert not budget.may_grow(6, 4, view(99))  # 20 kept tokens are five blocks, and the empty one
+    assert budget.shrink_to(5, 4, view(10)) == 5
+    assert budget.shrink_to(5, 4, view(9)) == 3
+    assert budget.shrink_to(5, 4, view(99, num_waiting=1)) == 3
+    assert budget.shrink_to(9, 4, view(99)) == 6  # a long prompt
+
+
+def test_fixed_and_unlimited() -> None:
+    assert (Fixed(tokens=2048).floor(256), Fixed(tokens=2049).floor(256), Fixed(blocks=7).floor(256)) == (9, 10, 7)
+    assert Fixed(blocks=3).may_grow(2, 4, view(0))
+    assert not Fixed(blocks=3).may_grow(3, 4, view(100))
+    assert Unlimited().floor(4) is None
+    assert Unlimited().shrink_to(12, 4, view(0)) == 12
+
+
+def test_a_budget_grows_in_an_idle_pool_and_shrinks_under_pressure() -> None:
+    house = Stage(load_policy(ADAPTIVE), LIMITS)
+    first = house.submit("A", 4, 200)
+    most = 0
+    for _ in range(60):
+        house.step()
+        most = max(most, len(first.table))
+    assert most == 6, "alone it grows to the most"
+    assert first.compressions > 0
+    assert len(first.table) == 6, "and is compressed within it"
+    for number in range(8):
+        house.submit(f"B{number}", 12, 40)
+    seen = []
+    for _ in range(12):
+        house.step()
+        seen.append(len(first.table))
+    assert seen[-1] == 3, "others wait: down to the least"
+
+
+def test_growth_never_sets_aside_more_than_the_pool() -> None:
+    """The audit of every step: slotted requests' peaks fit in the pool, however much a budget would like to grow."""
+    policy = load_policy("hybrid-adaptive:budget.tokens=8,most_tokens=60,grow_above=0.0,shrink_below=0.0,window=2")
+    shared = tuple(range(8))
+    jobs = tuple(job(f"r{n}", 0, 90, arrival_ns=700 * n, ids=(*shared, 100 + n)) for n in range(6))
+    run = drive(Case(policy, replace(LIMITS, num_blocks=10), jobs))
+    laws.liveness(run)
+    laws.same_decisions(run, drive(run.case, fast=True))
+
+
+# slots
+
+CANNOT_WORK = (
+    ("hybrid:budget=unlimited", LIMITS, "hybrid slots need a block budget"),
+    ("full-kv:budget.kind=fixed", LIMITS, "a block budget needs query slots"),
+    ("hybrid:budget.tokens=8,window=5", LIMITS, r"the observation window must be 1..block_size = 1..4 tokens, not 5"),
+    ("hybrid:budget.tokens=80,window=2", LIMITS, "a budget of 21 blocks does not fit in a pool of 16"),
+    ("hybrid:budget.tokens=8,window=2,num_slots=6", LIMITS, "6 query slots of 3 blocks each need 18 blocks, but .* 16"),
+    ("constrained:budget=unlimited", LIMITS, "at least one query slot is needed, not 0"),
+)
+
+
+@pytest.mark.parametrize(("spec", "limits", "message"), CANNOT_WORK)
+def test_policies_that_cannot_work_in_a_pool_are_refused_at_start(spec: str, limits: Limits, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Stage(load_policy(spec), limits)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_batched_tokens", "max_running", "max_model_len"])
+def test_limits_below_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1, not 0"):
+        replace(LIMITS, **{name: 0})
+    with pytest.raises(ConfigError, match="host_blocks must be a whole number of at least 0, not -1"):
+        replace(LIMITS, host_blocks=-1)
+
+
+def test_slots_and_what_is_set_aside_for_them() -> None:
+    table = SlotTable(load_policy("hybrid:budget.tokens=8,window=2"), LIMITS)
+    assert (table.num_slots, table.floor) == (5, 3)
+    assert table.give(2) == 0  # at least its budget is set aside
+    assert table.give(7) == 1  # a long prompt: more
+    assert (table.total_peak, table.peak(0), table.peak(1)) == (10, 3, 7)
+    assert table.can_give(6)
+    assert not table.can_give(7)
+    assert table.can_grow(0, 9)
+    assert not table.can_grow(0, 10)
+    table.hold(1, 3)
+    assert table.total_peak == 6
+    table.give_back(0)
+    assert (table.total_peak, table.num_free) == (3, 4)
+    assert table.give(1) == 0  # the lowest free one
+
+
+def test_a_slot_set_aside_for_a_long_prompt_is_handed_on_once_that_is_compressed() -> None:
+    """The long one's slot covers 7 blocks until its first compression; only then two more budgets fit beside it."""
+    house = Stage(load_policy("hybrid:budget.tokens=8,window=2,num_slots=3"), replace(LIMITS, num_blocks=12))
+    house.submit("long", 27, 90)
+    house.submit("A", 2, 90)
+    house.submit("B", 2, 90)
+    house.step()
+    assert [house.requests[id].slot for id in ("long", "A", "B")] == [0, 1, -1]
+    while not house.requests["long"].compressions:
+        house.step()
+    house.steps(2)
+    assert house.requests["B"].slot == 2
+
+
+# swapping
+
+
+def test_a_compressed_request_comes_back_only_with_a_slot() -> None:
+    policy = load_policy("hybrid:budget.tokens=8,window=2,preemption=latest-first,preemption.comes_back=swap")
+    for host in (0, 2, 3, 6, 30):
+        limits = Limits(9, 4, 64, 16, 200, host_blocks=host)
+        jobs = tuple(job(f"r{n}", 4 + n, 40, arrival_ns=900 * n) for n in range(6))
+        run = drive(Case(policy, limits, jobs))  # the audit asks for the slot
+        laws.liveness(run)
+        laws.conservation(run)
+        laws.bounded_preemptions(run)
+        laws.same_decisions(run, drive(run.case, fast=True))
+
+
+def test_swapping_a_compressed_request_costs_its_budget_and_keeps_its_tokens() -> None:
+    """The shadow memory compares every token read after the way to host memory and back."""
+    policy = load_policy("hybrid:budget.tokens=8,window=2,preemption.slotted=true,preemption.comes_back=swap")
+    limits = Limits(7, 4, 64, 16, 200, host_blocks=30)
+    shared = tuple(range(8))
+    jobs = tuple(job(f"r{n}", 0, 40, arrival_ns=1500 * n, ids=(*shared, 50 + n)) for n in range(4))
+    run = drive(Case(policy, limits, jobs))
+    laws.liveness(run)
+    swapped = [row for row in run.of(Kind.SWAP_OUT) if row[3] <= 13]
+    assert all(row[4] <= 4 for row in swapped)
+    assert {request.status for request in run.requests} == {Status.FINISHED}
