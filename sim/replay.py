@@ -14,6 +14,7 @@ from policies.spec import load_policy, policy_digest, policy_to_toml
 from sim.cost import CostModel, roofline
 from sim.errors import SimError
 from sim.hardware import Gpu, Model, find_gpu, find_model
+from sim.interrupt import AtBoundary
 from sim.memory import MemorySettings, plan_memory
 from sim.simulator import Progress, Simulation
 from traces.recording import FolderRecorder, MemoryRecorder, Recorder
@@ -105,7 +106,8 @@ def replay(
         quiet: take stretches without a decision at once (the decisions and times are the same without).
         progress: called now and then with (requests ended, requests in all, simulated ns).
 
-    An interrupt (Ctrl-C) leaves a readable recording marked as incomplete and is raised again.
+    Ctrl-C is taken at a step boundary, leaves a readable recording marked as incomplete and is raised; a second one
+    does not wait.
     """
     policy = load_policy(policy) if isinstance(policy, str) else policy
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
@@ -118,10 +120,19 @@ def replay(
     manifest = _manifest(workload, policy, gpu, model, limits, cost, length_multiplier)
     memory = MemoryRecorder(manifest)
     recorder: Recorder = FolderRecorder(Path(out), manifest) if out is not None else memory
-    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, progress)
+    interrupt = AtBoundary()
+
+    def at_boundary(num_ended: int, num_requests: int, now_ns: int) -> None:
+        if progress is not None:
+            progress(num_ended, num_requests, now_ns)
+        interrupt.check()
+
+    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, at_boundary)
     started = time.perf_counter()
     try:
-        simulation.run()
+        with interrupt:
+            simulation.run()
+            interrupt.check()
     except BaseException as error:
         recorder.close(complete=False, stopped_by=type(error).__name__, **_results(simulation, started))
         raise

@@ -17,7 +17,6 @@ from traces.recording import FORMAT, Recording, RecordingError
 from traces.run import Run
 from traces.synthetic import REASONING_SHAPES, reasoning
 from traces.workload import Workload
-from zlab.interrupt import AtBoundary
 from zlab.outcome import MisuseError
 from zlab.progress import Bar
 from zlab.tables import console, count, figure, plain_table, share
@@ -89,7 +88,7 @@ def demo(
     make_room(out)
     workload = reasoning(SHAPE, seed=0)
     total = len(workload) * (len(SPECS) + 2 * (seeds - 1))
-    with AtBoundary() as interrupt, Bar("demo", total, "requests") as bar:
+    with Bar("demo", total, "requests") as bar:
         done = 0
 
         def run(spec: str, requests: Workload, folder: Path | None = None) -> Run:
@@ -97,7 +96,6 @@ def demo(
 
             def watch(num_ended: int, _: int, now_ns: int) -> None:
                 bar(done + num_ended, spec)
-                interrupt.check()
 
             result = replace(POOL, policy=spec).run(requests, folder, progress=watch)
             done += len(requests)

@@ -12,7 +12,6 @@ from traces.perfetto import write_perfetto
 from traces.recording import Recording
 from traces.run import Run
 from traces.workload import Workload
-from zlab.interrupt import AtBoundary
 from zlab.options import (
     AsJson,
     BlockSize,
@@ -134,13 +133,12 @@ def watched_run(
 ) -> Run:
     """Run with a progress bar; on Ctrl-C say how far it came and leave with code 130."""
     seen = (0, 0)
-    with AtBoundary() as interrupt, Bar(scenario.policy, len(workload), "requests", silent) as bar:
+    with Bar(scenario.policy, len(workload), "requests", silent) as bar:
 
         def watch(num_ended: int, _: int, now_ns: int) -> None:
             nonlocal seen
             seen = num_ended, now_ns
             bar(num_ended)
-            interrupt.check()
 
         try:
             return scenario.run(workload, out, quiet, watch)

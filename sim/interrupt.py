@@ -1,4 +1,4 @@
-"""Ctrl-C during a simulation: taken at the next step boundary, so that what is recorded is whole."""
+"""Ctrl-C during a simulation: taken at a step boundary, so that what is recorded is whole."""
 
 import signal
 import threading
