@@ -17,7 +17,7 @@ from traces.recording import Recording
 from traces.series import COLUMNS
 from traces.story import Story
 
-FEW, SOME = 4, 16  # large things and small ones that are kept
+FEW, SOME = 6, 16  # large things and small ones that are kept
 
 
 def open_recording(folder: str) -> Recording:

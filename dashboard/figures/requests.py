@@ -1,12 +1,14 @@
 """What every request was doing: a bar for each phase of its life, most of them at once, or a few in full."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
 from dashboard.figures.style import INK, finish, seconds, times
 from traces.moments import Int64Array
-from traces.palette import PHASE_LOOKS, darker
+from traces.palette import PHASE_LOOKS, Look, darker
 from traces.phases import PHASES, PREEMPTED, SWAPPED, Phases
 
 MAX_BARS = 4_400
@@ -46,7 +48,6 @@ def gantt(phases: Phases, rows: Int64Array, window_s: tuple[float, float], chose
             continue
         start = np.maximum(shown.start_s[at], window_s[0])
         end = np.minimum(shown.end_s[at], window_s[1])
-        pattern = {"shape": look.hatch, "fgcolor": darker(look.colour), "size": 6, "solidity": 0.25}
         figure.add_trace(
             go.Bar(
                 base=times(start, window_s),
@@ -55,7 +56,7 @@ def gantt(phases: Phases, rows: Int64Array, window_s: tuple[float, float], chose
                 customdata=[seconds(float(s)) for s in (shown.end_s - shown.start_s)[at]],
                 orientation="h",
                 name=look.words,
-                marker={"color": look.colour, "line": {"width": 0}, "pattern": pattern if look.hatch else None},
+                marker=_filled(look),
                 hovertemplate="%{y}: " + look.words + "<br>from %{base} s for %{customdata}<extra></extra>",
             )
         )
@@ -66,6 +67,15 @@ def gantt(phases: Phases, rows: Int64Array, window_s: tuple[float, float], chose
     if chosen in place:
         figure.add_hline(y=place[int(chosen)], line={"color": INK, "dash": "dot", "width": 1})
     return figure
+
+
+def _filled(look: Look) -> dict[str, Any]:
+    """A bar's colour and hatch."""
+    marker: dict[str, Any] = {"color": look.colour, "line": {"width": 0}}
+    if look.hatch:
+        lines = {"shape": look.hatch, "fgcolor": darker(look.colour), "bgcolor": look.colour}
+        marker["pattern"] = lines | {"size": 6, "solidity": 0.25}
+    return marker
 
 
 def phase_totals(phases: Phases, requests: Int64Array) -> npt.NDArray[np.float64]:
@@ -87,7 +97,7 @@ def totals_figure(phases: Phases, requests: Int64Array, title: str) -> go.Figure
                 y=[""],
                 orientation="h",
                 name=look.words,
-                marker={"color": look.colour, "pattern": {"shape": look.hatch, "fgcolor": darker(look.colour)}},
+                marker=_filled(look),
                 hovertemplate=f"{look.words}: {seconds(float(totals[code]))} "
                 f"({totals[code] / totals.sum():.1%})<extra></extra>",
             )

@@ -1,0 +1,1 @@
+"""The pages of the dashboard; each has one function that draws it."""
