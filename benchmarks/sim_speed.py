@@ -1,0 +1,145 @@
+"""How fast is the simulator? `python -m benchmarks.sim_speed [--repeat 5] [--out FILE] [--scaling] [--million]`.
+
+End to end means: a workload in memory goes in, a complete recording on disk comes out (one process, recording on). The
+start of the interpreter and imports are measured apart. Repeats are reported as median and range: this is a shared
+machine, compare ratios within one run.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from policies.core.limits import Limits
+from sim.replay import replay
+from traces.arrivals import Poisson
+from traces.formats import read_trace
+from traces.synthetic import ChatShape, chat, fixed
+from traces.workload import Workload
+
+RATE = 10.0  # new chat sessions a second
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+REASONING = Limits(num_blocks=512, block_size=256, max_batched_tokens=16384, max_running=256)
+
+
+def fixed_limits(num_blocks: int) -> Limits:
+    """Pool and bounds of workload FIX."""
+    return Limits(num_blocks=num_blocks, block_size=16, max_batched_tokens=8192, max_running=128)
+
+
+def cases() -> dict[str, tuple[Callable[[], Workload], str, Limits]]:
+    """Name -> (workload, policy, limits)."""
+    found: dict[str, tuple[Callable[[], Workload], str, Limits]] = {
+        "FIX roomy, full-kv": (lambda: fixed(4000, 512, 1024, 20.0, 1), "full-kv", fixed_limits(20_000)),
+        "FIX tight, full-kv": (lambda: fixed(4000, 512, 1024, 20.0, 1), "full-kv", fixed_limits(4_000)),
+        "FIX roomy, hybrid": (lambda: fixed(4000, 512, 1024, 20.0, 1), "hybrid", fixed_limits(20_000)),
+        "FIX tight, hybrid": (lambda: fixed(4000, 512, 1024, 20.0, 1), "hybrid", fixed_limits(4_000)),
+    }
+    path = SHARED / "workloads" / "W1.jsonl"
+    if path.is_file():
+        for policy in ("full-kv", "hybrid"):
+            found[f"W1, {policy}"] = (lambda: read_trace(path), policy, REASONING)
+    else:
+        print(f"W1 left out: {path} is missing", file=sys.stderr)
+    return found
+
+
+def measure(workload: Workload, policy: str, limits: Limits, repeat: int) -> dict[str, Any]:
+    """Replay with a recording `repeat` times."""
+    seconds, digests, summary = [], set(), {}
+    for _ in range(repeat):
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            run = replay(workload, policy, limits=limits, out=Path(folder) / "run")
+            seconds.append(time.perf_counter() - start)
+        digests.add(run.summary["digest"])
+        summary = dict(run.summary)
+    assert len(digests) == 1, "the same replay decided differently"
+    median = statistics.median(seconds)
+    return {
+        "wall_s": {"median": median, "min": min(seconds), "max": max(seconds), "repeat": repeat},
+        "output_tokens": summary["output_tokens"],
+        "requests": summary["requests_finished"],
+        "steps": summary["steps"],
+        "preemptions": summary["preemptions"],
+        "tokens_per_wall_s": summary["output_tokens"] / median,
+        "requests_per_wall_s": summary["requests_finished"] / median,
+        "us_per_step": median / summary["steps"] * 1e6,
+    }
+
+
+def start_up_seconds() -> float:
+    """Interpreter and imports of a replay, in a process of their own."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import sim.replay, traces.formats"], check=True)
+    return time.perf_counter() - start
+
+
+def crowd(num_requests: int) -> Workload:
+    """Synthetic chat with much block churn: many short turns with growing prefixes."""
+    return chat(num_requests, Poisson(RATE), ChatShape(), seed=7)
+
+
+def scaling(most: int) -> list[dict[str, Any]]:
+    """Cost of a step over three orders of magnitude of requests, in one process each (peak memory is a process's)."""
+    code = (
+        "import json,resource,sys,time,tempfile;from pathlib import Path;from benchmarks.sim_speed import crowd,replay,"
+        "Limits;n=int(sys.argv[1]);w=crowd(n);t=time.perf_counter();d=tempfile.mkdtemp();"
+        "r=replay(w,'full-kv',limits=Limits(num_blocks=16384,block_size=16,max_running=256),out=Path(d)/'run');"
+        "e=time.perf_counter()-t;import shutil;shutil.rmtree(d);s=r.summary;"
+        "print(json.dumps({'requests':n,'steps':s['steps'],'output_tokens':s['output_tokens'],'finished':"
+        "s['requests_finished'],'refused':s['requests_refused'],'wall_s':e,'us_per_step':e/s['steps']*1e6,"
+        "'us_per_request':e/n*1e6,'preemptions':s['preemptions'],"
+        "'peak_gb':resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e6}))"
+    )
+    rows = []
+    num_requests = 1_000
+    while num_requests <= most:
+        command = [sys.executable, "-c", code, str(num_requests)]
+        rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        print(rows[-1], file=sys.stderr)
+        num_requests *= 10
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--scaling", action="store_true", help="cost of a step over 10^3..10^5 requests")
+    parser.add_argument("--million", action="store_true", help="and 10^6")
+    options = parser.parse_args()
+    results: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python -m benchmarks.sim_speed " + " ".join(sys.argv[1:]),
+        "start_up_s": start_up_seconds(),
+        "cases": {},
+    }
+    print(f"{'case':24} {'Mtokens/s':>10} {'requests/s':>11} {'us/step':>8} {'wall s (min..max)':>22}")
+    for name, (make, policy, limits) in cases().items():
+        figures = measure(make(), policy, limits, options.repeat)
+        results["cases"][name] = figures
+        wall = figures["wall_s"]
+        print(
+            f"{name:24} {figures['tokens_per_wall_s'] / 1e6:10.2f} {figures['requests_per_wall_s']:11.0f} "
+            f"{figures['us_per_step']:8.1f} {wall['median']:7.2f} ({wall['min']:.2f}..{wall['max']:.2f})"
+        )
+    if options.scaling or options.million:
+        results["scaling"] = scaling(1_000_000 if options.million else 100_000)
+    results["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
