@@ -66,6 +66,11 @@ class TritonSteps:
         """See `LayerSteps.finish`."""
         return fused_kernels.add_norm(delta.contiguous(), residual, weight, self._shape.eps)
 
+    def head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `LayerSteps.head`."""
+        logits = self._product(hidden, weight)
+        return logits if logits.dim() == 2 else logits.sum(dim=0).to(hidden.dtype)
+
     def _product(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         config = self._products.find(weight.shape[0], weight.shape[1], gated=False, rows=inputs.shape[0])
         return linear(inputs, weight) if config is None else few_rows(inputs, weight, config)

@@ -98,3 +98,6 @@ class LayerSteps(Protocol):
 
     def finish(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The final norm of the full state, `[T, hidden]`."""
+
+    def head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`hidden [rows, hidden] @ weight.T`: logits of this process's part of the vocabulary."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from engine.config import ModelConfig
 from engine.layers import AttentionContext, HeadShape, LayerSteps, LayerWeights
@@ -91,7 +91,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `LanguageModel.logits`."""
-        part = linear(hidden, self.weights.head)
+        part = self.steps.head(hidden, self.weights.head)
         return self.parallel.join_columns(part)[:, : self.config.vocab_size]
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.draws import draw
+from engine.draw_choice import draw, most_probable
 from engine.errors import SamplingError
 from engine.kernels.hashing import mix
 from engine.penalties import TokenCounts
@@ -139,7 +139,7 @@ class Sampler:
         settings = plan.settings
         penalised = self._penalised(logits, plan.penalties) if plan.penalties else logits
         if plan.all_greedy:
-            token_ids = penalised.argmax(dim=-1)
+            token_ids = most_probable(penalised)
         else:
             threshold = None
             if plan.filters is not None:
@@ -243,7 +243,8 @@ def filter_thresholds(scaled: torch.Tensor, filters: FilterSettings) -> torch.Te
     place = torch.arange(width, device=scaled.device)[None, :]
     ordered = ordered.masked_fill(place >= filters.top_k[:, None], float("-inf"))
     probabilities = torch.softmax(ordered, dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
+    # Wide enough that the order of a scan, which may depend on the batch, cannot move the border.
+    before = probabilities.double().cumsum(dim=-1) - probabilities
     kept = (before < filters.top_p[:, None]) & (ordered > float("-inf"))
     kept[:, 0] = True
     last = kept.sum(dim=-1, keepdim=True) - 1

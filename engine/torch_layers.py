@@ -150,6 +150,10 @@ class TorchSteps:
         """See `LayerSteps.finish`."""
         return self._add_norm(delta, residual, weight, self._shape.eps)[0]
 
+    def head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `LayerSteps.head`."""
+        return self._linear(hidden, weight, None)
+
 
 def _linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return linear(values, weight, bias)

@@ -19,11 +19,20 @@ def _compiled(shape: HeadShape, table: torch.Tensor) -> LayerSteps:
     return TorchSteps(shape, table, compile_mode="default")
 
 
+def _compiled_by_size(shape: HeadShape, table: torch.Tensor) -> LayerSteps:
+    return TorchSteps(shape, table, compile_mode="default", dynamic=False)
+
+
 def _autotuned(shape: HeadShape, table: torch.Tensor) -> LayerSteps:
     return TorchSteps(shape, table, compile_mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
-VARIANTS: dict[str, StepsMaker] = {"eager": _eager, "compile": _compiled, "autotune": _autotuned}
+VARIANTS: dict[str, StepsMaker] = {
+    "eager": _eager,
+    "compile": _compiled,
+    "compile-by-size": _compiled_by_size,
+    "autotune": _autotuned,
+}
 try:
     from engine.fused import TritonSteps
 except ImportError:  # there is no triton for this platform

@@ -1,0 +1,278 @@
+"""One decode step of a model, without attention and with it: `python -m benchmarks.model_step --out FILE.json`.
+
+For every way the layers can run (`engine.variants`) and every batch: a CUDA graph of a whole step (layers, head, most
+probable token) on random weights and a random paged cache, ragged contexts around the mean given; median of replays,
+beside the bytes that have to be read over the card's read bandwidth. `--profile` lists where the time goes, kernel by
+kernel. `--dry-run` runs a tiny model on the CPU, without graphs.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine import draw_choice, draws
+from engine.attention import StepAttention
+from engine.cache import CacheShape, PagedCache
+from engine.config import ModelConfig, find_row
+from engine.kernels.choice import find_kernels
+from engine.kernels.decode_plan import reserve_decode_workspace
+from engine.layers import StoreDestination
+from engine.model import Decoder, DecoderWeights
+from engine.parallel import Parallel
+from engine.product_table import table_from_rows
+from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows
+from engine.variants import VARIANTS, StepsMaker
+from engine.weights import allocate, fill_random
+
+READ_BYTES_PER_SECOND = 4.45e12  # measured on an H200, docs/COST.md
+WINDOW = 16
+WARM_UP, REPEATS = 3, 15
+
+
+class NoAttention:
+    """Gives the queries back; keys and values still go to a small cache, as they would in a step with attention."""
+
+    def __init__(self, config: ModelConfig, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = (num_rows, 1, config.num_kv_heads, config.head_dim)
+        self._k = torch.zeros(sizes, dtype=dtype, device=device)
+        self._v = torch.zeros(sizes, dtype=dtype, device=device)
+        self._slots = torch.arange(num_rows, device=device)
+        self._kernels = find_kernels(device)
+
+    def destination(self, layer: int) -> StoreDestination:
+        return StoreDestination(self._slots, self._k, self._v)
+
+    def attend_stored(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        return queries
+
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        self._kernels.store(keys, values, self._slots, self._k, self._v)
+        return queries
+
+
+class Step:
+    """A decode step of a batch over one cache: the same rows every time, so that it can be replayed."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, contexts: list[int]) -> None:
+        self.decoder, self.cache = decoder, cache
+        device = decoder.device
+        size = cache.shape.block_size
+        blocks = [-(-length // size) for length in contexts]
+        state = DecodeRows(len(contexts), max(blocks), device)
+        first = 0
+        for number, (length, count) in enumerate(zip(contexts, blocks, strict=True)):
+            values = {TOKEN: number, POSITION: length - 1, LENGTH: length, SLOT: number % max(1, cache.shape.num_slots)}
+            for column, value in values.items():
+                state.set(number, column, value)
+            state.set_table(number, range(first, first + count))
+            first += count
+        state.upload()
+        self._state = state.state
+        self._rows = torch.arange(len(contexts), device=device)
+        self._kernels = find_kernels(device)
+        self._workspace = reserve_decode_workspace(
+            total_tokens=sum(contexts), max_requests=len(contexts), num_query_heads=cache.shape.num_query_heads,
+            head_dim=cache.shape.head_dim, device=device,
+        )  # fmt: skip
+        self._without = NoAttention(decoder.config, len(contexts), cache.k.dtype, device)
+
+    def run(self, with_attention: bool) -> torch.Tensor:
+        """Most probable tokens of all rows."""
+        inputs = DecodeInputs(self._state, self._rows, self.cache.shape.block_size, WINDOW)
+        attention = StepAttention(self.cache, self._kernels, self._workspace, inputs, None)
+        context = attention if with_attention else self._without
+        hidden = self.decoder.forward(attention.token_ids, attention.positions, context)
+        return draw_choice.most_probable(self.decoder.logits(hidden))
+
+
+def milliseconds(run: Callable[[], object], *, graphs: bool) -> tuple[float, Callable[[], object]]:
+    """Median of several runs, replayed from a graph on a GPU; and what was run."""
+    for _ in range(WARM_UP if graphs else 1):
+        run()
+    replay = run
+    if graphs:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+        replay()
+    times = []
+    for _ in range(REPEATS if graphs else 2):
+        if graphs:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        replay()
+        if graphs:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times), replay
+
+
+def contexts_around(mean: int, batch: int) -> list[int]:
+    """Ragged lengths from half to one and a half times `mean`, in a fixed mixed order."""
+    lengths = [mean // 2 + mean * place // max(1, batch - 1) for place in range(batch)] if batch > 1 else [mean]
+    return [lengths[place * 37 % batch] for place in range(batch)] if batch % 37 else lengths
+
+
+def floor_ms(decoder: Decoder, contexts: list[int] | None, dtype: torch.dtype) -> float:
+    """Weights, and keys and values where there is attention, read once."""
+    config, weights = decoder.config, decoder.weights
+    layer = config.qkv_width + config.query_width + 3 * config.intermediate_size
+    values = config.num_layers * layer * config.hidden_size + weights.head.numel()
+    if contexts is not None:
+        values += 2 * config.num_layers * config.kv_width * sum(contexts)
+    return values * dtype.itemsize / READ_BYTES_PER_SECOND * 1e3
+
+
+def kernel_times(replay: Callable[[], object], num_runs: int = 3) -> list[dict[str, Any]]:
+    """Microseconds a step and launches a step by kernel, the largest first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(num_runs):
+            replay()
+        torch.cuda.synchronize()
+    rows = [
+        {"kernel": item.key[:90], "microseconds": item.device_time_total / num_runs, "launches": item.count / num_runs}
+        for item in recorded.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row["microseconds"])[:25]
+
+
+def time_sampling(batch: int, vocab: int, device: torch.device, graphs: bool) -> dict[str, float]:
+    """Milliseconds of drawing a batch of tokens, in each way there is."""
+    logits = torch.randn(batch, vocab, device=device).to(torch.bfloat16 if graphs else torch.float32)
+    ones = torch.ones(batch, device=device)
+    numbers = torch.arange(batch, device=device)
+    settings = (0.6 * ones, ones, numbers, numbers)
+    ways: dict[str, Callable[[], object]] = {
+        "argmax, torch": lambda: draws.most_probable(logits),
+        "argmax, chosen": lambda: draw_choice.most_probable(logits),
+        "draw, torch": lambda: draws.draw(logits, *settings),
+        "draw, chosen": lambda: draw_choice.draw(logits, *settings),
+    }
+    return {name: milliseconds(way, graphs=graphs)[0] for name, way in ways.items()}
+
+
+def time_variant(
+    name: str,
+    make_steps: StepsMaker,
+    config: ModelConfig,
+    weights: DecoderWeights,
+    cache: PagedCache,
+    contexts: list[int],
+    *,
+    graphs: bool,
+    profiled: bool,
+) -> list[dict[str, Any]]:
+    """A row without attention and one with it."""
+    decoder = Decoder(config, weights, make_steps=make_steps)
+    step = Step(decoder, cache, contexts)
+    rows = []
+    for with_attention in (False, True):
+        began = time.perf_counter()
+        try:
+            taken, replay = milliseconds(lambda on=with_attention: step.run(on), graphs=graphs)  # type: ignore[misc]
+        except Exception as error:  # one way that fails must not cost the measurement of the others
+            print(f"{name:10s} batch {len(contexts):4d} FAILED: {str(error)[:300]}", flush=True)
+            rows.append({"variant": name, "batch": len(contexts), "attention": with_attention, "failed": str(error)})
+            continue
+        floor = floor_ms(decoder, contexts if with_attention else None, cache.k.dtype)
+        row: dict[str, Any] = {
+            "variant": name, "batch": len(contexts), "attention": with_attention, "milliseconds": taken,
+            "floor_milliseconds": floor, "over_floor": taken / floor,
+            "set_up_seconds": time.perf_counter() - began,
+        }  # fmt: skip
+        print(
+            f"{name:10s} batch {len(contexts):4d} {'with' if with_attention else 'no  '} attention: {taken:8.3f} ms, "
+            f"floor {floor:7.3f}, {taken / floor:5.2f}x (set up in {row['set_up_seconds']:.0f} s)",
+            flush=True,
+        )
+        if profiled and graphs:
+            row["kernels"] = kernel_times(replay)
+            for item in row["kernels"][:14]:
+                print(f"    {item['microseconds']:9.1f} us {item['launches']:6.0f} x {item['kernel'][:80]}")
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Time every variant at every batch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=None, help="cut the model to so many layers")
+    parser.add_argument("--batches", default="64,128,256")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--block-size", type=int, default=256)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--table", type=Path, help="product table for `triton`, from benchmarks.tune_products")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    config = find_row(arguments.model)
+    batches = [int(item) for item in arguments.batches.split(",")]
+    device, dtype, graphs = torch.device("cuda"), torch.bfloat16, True
+    if arguments.dry_run:
+        config = replace(
+            config, num_layers=2, hidden_size=64, intermediate_size=96, num_query_heads=4, num_kv_heads=2, head_dim=16,
+            vocab_size=500, max_positions=512,
+        )  # fmt: skip
+        batches, arguments.context, arguments.block_size = [2, 3], 40, 16
+        device, dtype, graphs = torch.device("cpu"), torch.float32, False
+        arguments.variants = "eager"
+    if arguments.layers is not None:
+        config = replace(config, num_layers=arguments.layers)
+    makers: dict[str, StepsMaker] = {name: VARIANTS[name] for name in arguments.variants.split(",")}
+    if arguments.table is not None:
+        table = table_from_rows(json.loads(arguments.table.read_text(encoding="utf-8"))["products"])
+        tuned: Any = VARIANTS["triton"]
+        makers["triton-tuned"] = lambda heads, turns: tuned(heads, turns, products=table)
+    results = _measure(arguments, config, batches, makers, device, dtype, graphs)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+@torch.inference_mode()
+def _measure(
+    arguments: argparse.Namespace,
+    config: ModelConfig,
+    batches: list[int],
+    makers: dict[str, StepsMaker],
+    device: torch.device,
+    dtype: torch.dtype,
+    graphs: bool,
+) -> dict[str, Any]:
+    weights = allocate(config, Parallel(), dtype=dtype, device=device)
+    fill_random(weights)
+    longest = contexts_around(arguments.context, max(batches))
+    num_blocks = sum(-(-length // arguments.block_size) for length in longest)
+    shape = CacheShape.of(config, num_blocks=num_blocks, block_size=arguments.block_size, num_slots=64, window=WINDOW)
+    cache = PagedCache(shape, dtype, device)
+    for layer in range(config.num_layers):
+        cache.k[layer].normal_()
+        cache.v[layer].normal_()
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        contexts = contexts_around(arguments.context, batch)
+        for name, make_steps in makers.items():
+            rows += time_variant(
+                name, make_steps, config, weights, cache, contexts, graphs=graphs, profiled=arguments.profile
+            )
+        sampling = time_sampling(batch, config.vocab_size, device, graphs)
+        rows.append({"sampling": sampling, "batch": batch})
+        print(f"sampling of {batch}: " + ", ".join(f"{name} {taken:.3f} ms" for name, taken in sampling.items()))
+    card = torch.cuda.get_device_name() if graphs else "cpu"
+    about = {"card": card, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "model": config.name}
+    return about | {"context": arguments.context, "block_size": arguments.block_size, "rows": rows}
+
+
+if __name__ == "__main__":
+    main()
