@@ -9,7 +9,6 @@ from policies.core.errors import ConfigError
 from policies.core.events import Kind
 from policies.core.limits import Limits
 from policies.core.policy import PoolView
-from policies.core.request import Status
 from policies.core.slot_table import SlotTable
 from policies.spec import load_policy
 from tests.policies import laws
@@ -145,14 +144,33 @@ def test_a_compressed_request_comes_back_only_with_a_slot() -> None:
         laws.same_decisions(run, drive(run.case, fast=True))
 
 
-def test_swapping_a_compressed_request_costs_its_budget_and_keeps_its_tokens() -> None:
-    """The shadow memory compares every token read after the way to host memory and back."""
-    policy = load_policy("hybrid:budget.tokens=8,window=2,preemption.slotted=true,preemption.comes_back=swap")
-    limits = Limits(7, 4, 64, 16, 200, host_blocks=30)
-    shared = tuple(range(8))
-    jobs = tuple(job(f"r{n}", 0, 40, arrival_ns=1500 * n, ids=(*shared, 50 + n)) for n in range(4))
-    run = drive(Case(policy, limits, jobs))
+def test_a_compressed_request_goes_out_and_comes_back_with_its_tokens() -> None:
+    """X leaves its slot to B, who is nearer to its window than A; A, earlier in line, then grows at B's cost.
+
+    The shadow memory compares every token read after the way to host memory and back.
+    """
+    spec = "hybrid:budget.tokens=8,window=2,num_slots=1,preemption=latest-first,watermark_share=0.0"
+    policy = load_policy(f"{spec},preemption.comes_back=swap")
+    jobs = (job("X", 2, 2), job("A", 1, 20), job("B", 10, 30))
+    run = drive(Case(policy, Limits(5, 4, 64, 16, 200, host_blocks=3), jobs))
     laws.liveness(run)
-    swapped = [row for row in run.of(Kind.SWAP_OUT) if row[3] <= 13]
-    assert all(row[4] <= 4 for row in swapped)
-    assert {request.status for request in run.requests} == {Status.FINISHED}
+    laws.bounded_preemptions(run)
+    laws.same_decisions(run, drive(run.case, fast=True))
+    compressed = run.of(Kind.COMPRESSED)[0]
+    (out,) = run.of(Kind.SWAP_OUT)
+    (back,) = run.of(Kind.SWAP_IN)
+    assert compressed[2] == out[2] == back[2] == 2
+    assert compressed[0] < out[0] < back[0]
+    assert out[4] == back[4] == 3, "never more than its budget"
+    slots = [row for row in run.of(Kind.SLOT) if row[2] == 2]
+    assert slots[-1][0] == back[0], "it comes back with a slot"
+
+
+def test_without_host_memory_a_compressed_request_is_left_alone() -> None:
+    spec = "hybrid:budget.tokens=8,window=2,num_slots=1,preemption=latest-first,watermark_share=0.0"
+    policy = load_policy(f"{spec},preemption.comes_back=swap")
+    jobs = (job("X", 2, 2), job("A", 1, 20), job("B", 10, 30))
+    run = drive(Case(policy, Limits(5, 4, 64, 16, 200, host_blocks=2), jobs))
+    laws.liveness(run)
+    names = {request.id: request for request in run.requests}
+    assert (names["B"].preemptions, names["A"].preemptions) == (0, 1)

@@ -1,0 +1,203 @@
+"""What a driver reports or asks for at awkward moments: ends in every phase, late copies, two faults at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from policies.core.errors import UnknownRequestError
+from policies.core.events import Kind, Reason
+from policies.core.limits import Limits
+from policies.core.plan import Outcome
+from policies.core.policy import Join
+from policies.core.request import Phase, Request, Status
+from policies.core.scheduler import Scheduler
+from policies.spec import load_policy
+from tests.policies import laws
+from tests.policies.drive import Case, drive, job
+from tests.policies.stage import Stage
+from traces.workload import TraceRequest
+
+LIMITS = Limits(num_blocks=9, block_size=4, max_batched_tokens=8, max_running=16, max_model_len=200, host_blocks=8)
+POLICIES = (
+    "hybrid:budget.tokens=8,window=2,num_slots=1,join=when_done",
+    "hybrid:budget.tokens=8,window=2,join=when_done",
+    "hybrid:budget.tokens=8,window=2,preemption=latest-first,preemption.comes_back=swap",
+    "full-kv:preemption.comes_back=swap,batching=prefill-first",
+    "nano-vllm:limit=step",
+    "zipage:budget.tokens=8,window=2",
+)
+EVERY_PHASE = set(Phase) - {Phase.DONE}
+
+
+def reached(spec: str, phase: Phase) -> tuple[Stage, Request] | None:
+    """A house in which some request is in that phase, if the policy ever gets there."""
+    few = 2 if phase is Phase.PAUSED else 16
+    house = Stage(load_policy(spec), replace(LIMITS, max_running=few))
+    for number in range(6):
+        house.submit(f"r{number}", 3 + 2 * number, 30)
+    pending: list[tuple[int, int]] = []
+    for _ in range(150):
+        for request in house.scheduler.live():
+            if request.phase is phase:
+                return house, request
+        plan = house.scheduler.plan(house.now)
+        if plan is not None:
+            pending += [(house.now + 4, task.request.number) for task in plan.compressions]
+            house.scheduler.commit(plan, house.now + 1)
+        elif not house.scheduler.state.requests:
+            return None
+        house.now += 1
+        house.scheduler.finished_compressing([number for due, number in pending if due == house.now])
+    return None
+
+
+@pytest.mark.parametrize("how", ["abort", "fail"])
+@pytest.mark.parametrize("phase", sorted(EVERY_PHASE))
+def test_an_end_in_every_phase_gives_everything_back(phase: Phase, how: str) -> None:
+    """Case B33: blocks, slot, place and host memory are back at the next step at the latest, however it ends."""
+    found = [there for spec in POLICIES if (there := reached(spec, phase)) is not None]
+    assert found, f"no policy ever brings a request to {phase.name}"
+    for house, request in found:
+        scheduler = house.scheduler
+        in_flight = request.in_flight
+        if how == "abort":
+            scheduler.abort(request.id, house.now)
+            with pytest.raises(UnknownRequestError, match=request.id):
+                scheduler.abort(request.id, house.now)
+        else:
+            plan = scheduler.plan(house.now)
+            if plan is None or request.phase is not phase:
+                continue
+            house.now += 1
+            in_flight = request.in_flight
+            scheduler.commit(plan, house.now, Outcome(failed={request.number: "the card is on fire"}))
+        if in_flight:
+            assert request.to_abort
+            scheduler.finished_compressing([request.number])
+            scheduler.plan(house.now)
+        wanted = Status.ABORTED if how == "abort" else Status.FAILED
+        assert (request.status, request.phase) == (wanted, Phase.DONE)
+        assert (request.table, request.slot, request.line, request.swapped_blocks) == ([], -1, -1, 0)
+        assert sum(request.phase_ns) == request.finish_ns - request.arrival_ns
+        assert request.message == ("the card is on fire" if how == "fail" else "")
+        assert all(other is not request for other in scheduler.live())
+
+
+def test_a_failure_meets_compressing_and_swapping_requests() -> None:
+    """The test above passes over a phase that a plan ends; those with a copy in flight must be among those it meets."""
+    met = set()
+    for phase in (Phase.COMPRESSING, Phase.SWAPPED):
+        for house, request in filter(None, (reached(spec, phase) for spec in POLICIES)):
+            plan = house.scheduler.plan(house.now)
+            if plan is not None and request.phase is phase:
+                met.add(phase)
+    assert met == {Phase.COMPRESSING, Phase.SWAPPED}
+
+
+def running(count: int, output: int = 5) -> tuple[Scheduler, list[Request]]:
+    scheduler = Scheduler(load_policy("full-kv"), replace(LIMITS, max_batched_tokens=64))
+    requests = [scheduler.submit(TraceRequest(f"r{n}", 3, output, max_tokens=output), 0) for n in range(count)]
+    return scheduler, requests
+
+
+def test_two_fail_and_one_stops_in_one_step() -> None:
+    scheduler, (first, second, third) = running(3)
+    plan = scheduler.plan(0)
+    assert plan is not None
+    outcome = Outcome(stopped=[third.number], failed={first.number: "one", second.number: "two"})
+    scheduler.commit(plan, 1, outcome)
+    assert [request.status for request in (first, second, third)] == [Status.FAILED, Status.FAILED, Status.FINISHED]
+    assert (first.message, second.message, third.reason) == ("one", "two", Reason.STOP)
+    assert scheduler.state.pool.num_used == 0
+    assert scheduler.plan(1) is None
+
+
+@pytest.mark.parametrize("more", [{"stopped": [0]}, {"failed": {0: "late"}}, {"stopped": [0], "failed": {0: "late"}}])
+def test_whoever_reaches_its_length_has_ended_whatever_else_is_said_of_it(more: dict[str, object]) -> None:
+    scheduler, (request,) = running(1, output=2)
+    for now, outcome in enumerate((Outcome(), Outcome(**more))):  # type: ignore[arg-type]
+        plan = scheduler.plan(now)
+        assert plan is not None
+        scheduler.commit(plan, now + 1, outcome)
+    assert (request.status, request.reason, request.generated) == (Status.FINISHED, Reason.LENGTH, 2)
+    assert scheduler.take_ended() == [request]
+
+
+def test_words_about_strangers_are_not_heeded() -> None:
+    scheduler, (request,) = running(1)
+    plan = scheduler.plan(0)
+    assert plan is not None
+    scheduler.commit(plan, 1, Outcome(stopped=[77], failed={78: "?"}, compressed=[79]))
+    scheduler.finished_compressing([80])
+    assert request.status is Status.LIVE
+    plan = scheduler.plan(1)
+    assert plan is not None
+    scheduler.commit(plan, 2)
+    assert scheduler.quiet_steps() > 0
+
+
+def test_time_must_not_run_backwards() -> None:
+    scheduler, _ = running(1)
+    plan = scheduler.plan(5)
+    assert plan is not None
+    with pytest.raises(AssertionError, match="time ran backwards: 4 after 5"):
+        scheduler.commit(plan, 4)
+
+
+@pytest.mark.parametrize("copy_ns", [0, 1, 999, 1000, 7_500, 123_456])
+def test_copies_that_take_long(copy_ns: int) -> None:
+    base = load_policy("hybrid:budget.tokens=8,window=2,join=when_done")
+    jobs = tuple(job(f"r{n}", 2 + 3 * n, 25, 300 * n) for n in range(5))
+    case = Case(base, LIMITS, jobs, copy_ns=copy_ns)
+    run = drive(case)
+    laws.liveness(run)
+    laws.same_decisions(run, drive(case, fast=True))
+    started = {row[2]: row[0] for row in run.of(Kind.COMPRESSING)}
+    assert started
+    if copy_ns > 100_000:
+        waited = max(request.phase_ns[Phase.COMPRESSING] for request in run.requests)
+        assert waited >= copy_ns
+
+
+@pytest.mark.parametrize("join", list(Join))
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+def test_prompts_that_end_in_around_and_beyond_the_window(window: int, join: Join) -> None:
+    """Every prompt length from 1 to 20 tokens, alone and in company, budgets of three blocks of four."""
+    policy = load_policy(f"hybrid:budget.tokens=8,window={window},join={join.value},num_slots=1")
+    jobs = tuple(job(f"r{n}", n, 7, 400 * n) for n in range(1, 21))
+    for case in (Case(policy, replace(LIMITS, num_blocks=14), jobs), Case(policy, LIMITS, jobs[::3])):
+        run = drive(case)
+        laws.liveness(run)
+        laws.bounded_preemptions(run)
+        laws.same_decisions(run, drive(case, fast=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_smallest_blocks(size: int) -> None:
+    policy = load_policy("hybrid:budget.blocks=2,budget.tokens=0,window=1")
+    limits = Limits(num_blocks=5, block_size=size, max_batched_tokens=3, max_running=3, max_model_len=50)
+    jobs = tuple(job(f"r{n}", 1 + n % 3, 9, 100 * n) for n in range(6))
+    run = drive(Case(policy, limits, jobs))
+    laws.liveness(run)
+    laws.same_decisions(run, drive(run.case, fast=True))
+
+
+def test_one_at_a_time() -> None:
+    for spec in POLICIES:
+        limits = replace(LIMITS, max_running=1)
+        jobs = tuple(job(f"r{n}", 3 + n, 12, 100 * n) for n in range(5))
+        run = drive(Case(load_policy(spec), limits, jobs, copy_ns=2000))
+        laws.liveness(run)
+        assert max(run.decodes.values()) == 1
+
+
+def test_twins_that_compute_one_prefix_at_once() -> None:
+    """The third shares a block with each twin; when a twin is compressed, the block in the middle is not its own."""
+    policy = load_policy("hybrid:budget.tokens=8,window=2")
+    limits = replace(LIMITS, num_blocks=24, max_batched_tokens=12)
+    ids = tuple(range(8))
+    for late in range(0, 9000, 1000):
+        for gap in (0, 1000, 2000):
+            jobs = (job("a", 0, 9, ids=ids), job("b", 0, 9, gap, ids=(*ids, 50)), job("c", 0, 9, late, ids=(*ids, 60)))
+            run = drive(Case(policy, limits, jobs))  # the shadow memory sees a shared block overwritten
+            laws.liveness(run)
