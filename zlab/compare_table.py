@@ -49,6 +49,7 @@ def show_comparison(compared: Sequence[Compared], workload: Workload, num_worklo
         table = plain_table("", *(escape(row.policy) for row in part))
         for label, key, show in ROWS:
             table.add_row(label, *(_cell(row, key, show, row is compared[0]) for row in part))
+        to.print()
         to.print(table)
 
 

@@ -69,6 +69,7 @@ ABLATIONS = (
     Ablation("no-prefix", f"{HYBRID}:prefix=none", _no_prefix),
     Ablation("no-hybrid", f"{HYBRID}:slots=constrained", _no_hybrid),
 )
+HEAD = ("90 %\nout, s", "running", "blocks\nin use", "pre-\nempted", "recom-\nputed", "com-\npressed")
 SPECS = {name: name for name in (FIRST, "constrained", HYBRID)} | {item.name: item.spec for item in ABLATIONS}
 
 
@@ -147,9 +148,12 @@ def show(runs: Mapping[str, Run], workload: Workload, ratios: list[float]) -> No
         f"{first.manifest['gpu']}, a pool of {limits['num_blocks']} blocks of {limits['block_size']} = "
         f"{limits['num_blocks'] * limits['block_size']:,} tokens; costs: {first.manifest['cost']['source']}"
     )
+    to.print()
     to.print(_table(runs))
+    to.print()
     listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    to.print(f"hybrid's tokens/s over {FIRST}'s on workloads of this shape, seeds 0 to {len(ratios) - 1}: {listed}")
+    which = f"seeds 0 to {len(ratios) - 1}" if len(ratios) > 1 else "seed 0"
+    to.print(f"hybrid's tokens/s over {FIRST}'s on workloads of this shape, {which}: {listed}")
     to.print()
     to.print("What each part of hybrid is worth here, when it is taken away:")
     for item in ABLATIONS:
@@ -159,8 +163,7 @@ def show(runs: Mapping[str, Run], workload: Workload, ratios: list[float]) -> No
 
 
 def _table(runs: Mapping[str, Run]) -> Table:
-    head = ("tokens/s", f"/ {FIRST}", "90 % s", "running", "blocks", "preempted", "recomputed", "compressed")
-    table = plain_table("", *head)
+    table = plain_table("", "tokens\n/s", f"over\n{FIRST}", *HEAD)
     for name, run in runs.items():
         figures = run.summary
         table.add_row(

@@ -47,6 +47,7 @@ def list_policies(as_json: AsJson = False) -> None:
     for name, words in kept.items():
         table.add_row(name, escape(words))
     to.print(table)
+    to.print()
     for question, kinds in QUESTIONS.items():
         to.print(f"[bold]{question}[/]: {ASKS[question]}")
         table = Table.grid(padding=(0, 2))

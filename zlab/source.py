@@ -149,7 +149,8 @@ def _make(spec: str, seed: int | None) -> Workload:
         else:
             raise MisuseError(unknown(f"setting of {PREFIX}{name}", key, ["seed", "arrivals", *kind.settings]))
     try:
-        return kind.make(settings, chosen if seed is None else seed, arrivals)
+        workload = kind.make(settings, chosen if seed is None else seed, arrivals)
+        return replace(workload, meta=replace(workload.meta, name=spec))
     except TraceError as error:
         raise MisuseError(f"in {spec!r}: {error}") from error
 

@@ -26,11 +26,11 @@ def console() -> Console:
     )
 
 
-def plain_table(*columns: str, title: str | None = None) -> Table:
+def plain_table(*columns: str) -> Table:
     """A table without lines but one below its head; the first column is of words, the others of figures."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index == 0)
     return table
 
 
@@ -64,7 +64,7 @@ SCALARS: tuple[tuple[str, str, Any], ...] = (  # label, key of the summary, how 
     ("requests refused", "requests_refused", count),
     ("output tokens", "output_tokens", count),
     ("simulated time, s", "makespan_s", figure),
-    ("90 % of the tokens out after, s", "seconds_to_90pct", figure),
+    ("90 % of tokens out after, s", "seconds_to_90pct", figure),
     ("steps", "steps", count),
     ("preemptions", "preemptions", count),
     ("recomputed tokens", "recomputed_tokens", count),
@@ -107,7 +107,9 @@ def show_run(run: Run, workload: Workload, to: Console) -> None:
         table.add_row(label, *(show(summary[key][mark]) for mark in MARKS))
     for label, key, show in LEVELS:
         table.add_row(label, show(summary[f"{key}_mean"]), "", "", "", show(summary[f"{key}_max"]))
+    to.print()
     to.print(table)
+    to.print()
     for line in [*remarks(run), *prefix_remarks(run, workload)]:
         to.print(escape(line))
 
