@@ -140,7 +140,7 @@ def _load_dummy(name: str, placing: Placing) -> LoadedModel:
     if path.suffix == ".json" or path.is_dir():
         file = path / "config.json" if path.is_dir() else path
         raw = read_json(file)
-        label = path.resolve().parent.name if file.name == "config.json" else path.stem
+        label = file.resolve().parent.name if file.name == "config.json" else path.stem
         without_window(raw, label)
         config = config_from_hf(raw, name=label)
     else:

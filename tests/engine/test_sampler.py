@@ -1,0 +1,290 @@
+"""Draws against their distribution, filters against their definition, penalties by hand, batches without effect."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from engine.draws import draw, exponentials, row_keys
+from engine.errors import SamplingError
+from engine.kernels.hashing import mix
+from engine.penalties import TokenCounts
+from engine.sampler import Sampled, Sampler, SampleRequest, request_seed
+from engine.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+PROBABILITIES = torch.tensor([0.40, 0.25, 0.15, 0.10, 0.06, 0.03, 0.01])
+NUM_DRAWS = 20_000
+# Upper 0.1 % points of the chi-square distribution by degrees of freedom (any table); seeds are fixed, so no flicker.
+CHI_SQUARE = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46}
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    expected = probabilities.double() / probabilities.double().sum() * counts.sum()
+    assert (expected >= 5).all()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def sample(logits: torch.Tensor, requests: list[SampleRequest], counts: TokenCounts | None = None) -> Sampled:
+    sampler = Sampler(logits.shape[1], CPU, counts=counts)
+    return sampler.sample(logits, sampler.plan(requests))
+
+
+def drawn_counts(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
+    """How often each token comes in `NUM_DRAWS` places of one output."""
+    requests = [SampleRequest(params, 77, place) for place in range(NUM_DRAWS)]
+    token_ids = sample(logits.expand(NUM_DRAWS, -1), requests).token_ids
+    return torch.bincount(token_ids, minlength=logits.shape[-1])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax_at_every_temperature(temperature: float) -> None:
+    counts = drawn_counts(SamplingParams(temperature=temperature), PROBABILITIES.log())
+    expected = torch.softmax(PROBABILITIES.log() / temperature, dim=-1)
+    merged, expected = counts[:5].clone(), expected.clone()
+    merged[4], expected[4] = counts[4:].sum(), expected[4:].sum()  # at 0.5 the last alone are too rare for the test
+    assert chi_square(merged, expected[:5]) < CHI_SQUARE[4]
+
+
+def test_draws_over_seeds_are_as_good_as_over_places() -> None:
+    ones = torch.ones(NUM_DRAWS)
+    seeds = torch.tensor([request_seed(SamplingParams(seed=number), engine_seed=0, request_number=0)
+                          for number in range(NUM_DRAWS)])  # fmt: skip
+    logits = PROBABILITIES.log().expand(NUM_DRAWS, -1)
+    for chosen in (seeds, torch.arange(NUM_DRAWS)):  # also seeds that nobody has mixed
+        token_ids = draw(logits, ones, ones, chosen, torch.zeros(NUM_DRAWS, dtype=torch.int64))
+        assert chi_square(torch.bincount(token_ids, minlength=7), PROBABILITIES) < CHI_SQUARE[6]
+
+
+def test_the_noise_is_exponential_and_independent() -> None:
+    first, second = row_keys(torch.arange(40), torch.arange(40) * 7)
+    noise = exponentials(first, second, 5000).double()
+    assert abs(float(noise.mean()) - 1.0) < 5 / math.sqrt(noise.numel())
+    assert abs(float(noise.var()) - 1.0) < 5 * math.sqrt(8 / noise.numel())
+    for level in (1e-3, 0.1, 1.0, 5.0):  # the distribution function, small values that decide rare tokens included
+        share = float((noise < level).double().mean())
+        expected = -math.expm1(-level)
+        assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / noise.numel())
+    centred = noise - 1.0
+    for other in (centred.roll(1, dims=0), centred.roll(1, dims=1)):
+        assert abs(float((centred * other).mean())) < 5 / math.sqrt(noise.numel())
+
+
+def test_the_tensor_hash_is_the_integer_hash() -> None:
+    seed, place = (123 << 40) + 9, 12
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    first, _ = row_keys(torch.tensor([seed]), torch.tensor([place]))
+    assert int(first) == mix(mix(mix(low) + high) + place)
+
+
+def test_a_request_gets_the_same_token_whatever_shares_its_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    wanted = [
+        SampleRequest(SamplingParams(temperature=0.8), 11, 3),
+        SampleRequest(SamplingParams(temperature=1.3, top_p=0.7), 12, 0),
+        SampleRequest(SamplingParams(temperature=0.7, top_k=9, min_p=0.02), 13, 500),
+        SampleRequest(SamplingParams(temperature=0.0), 14, 8),
+        SampleRequest(SamplingParams(min_p=0.1), 15, 1),
+        SampleRequest(SamplingParams(top_k=2000, top_p=0.5), 16, 1),
+    ]
+    logits = torch.randn(len(wanted), 3000, generator=generator) * 3
+    alone = [int(sample(logits[row : row + 1], [request]).token_ids) for row, request in enumerate(wanted)]
+    together = sample(logits, wanted).token_ids.tolist()
+    assert together == alone
+    order = [5, 2, 0, 4, 1, 3]
+    neighbours = torch.randn(len(order), 3000, generator=generator)
+    mixed = torch.stack([item for row, place in enumerate(order) for item in (neighbours[row], logits[place])])
+    requests = [
+        item for place in order for item in (SampleRequest(SamplingParams(top_k=1 + place), place, 9), wanted[place])
+    ]
+    found = sample(mixed, requests).token_ids[1::2].tolist()
+    assert found == [alone[place] for place in order]
+    assert alone[3] == int(logits[3].argmax())
+
+
+def allowed(logits: np.ndarray, params: SamplingParams) -> set[int]:
+    """The tokens that may be drawn, by the words of the definition, one token at a time."""
+    scaled = logits / params.temperature
+    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    weights = np.exp(scaled[order] - scaled[order[0]])
+    kept: list[int] = []
+    mass = 0.0
+    for token, share in zip(order, weights / weights.sum(), strict=True):
+        if mass >= params.top_p and kept:
+            break
+        kept.append(token)
+        mass += share
+    return {token for token in kept if math.exp(scaled[token] - scaled[order[0]]) >= params.min_p}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=6),
+        SamplingParams(top_p=0.8),
+        SamplingParams(temperature=2.0, top_p=0.3),
+        SamplingParams(min_p=0.25),
+        SamplingParams(temperature=1.5, top_k=10, top_p=0.6),
+        SamplingParams(temperature=1.5, top_k=12, top_p=0.95, min_p=0.1),
+        SamplingParams(top_p=1e-6),
+    ],
+    ids=str,
+)
+def test_only_and_all_allowed_tokens_are_drawn(params: SamplingParams) -> None:
+    logits = torch.randn(25, generator=torch.Generator().manual_seed(2)) * 1.5
+    expected = sorted(allowed(logits.double().numpy(), params))
+    counts = drawn_counts(params, logits)
+    assert counts[expected].sum() == NUM_DRAWS
+    probabilities = torch.softmax(logits[expected] / params.temperature, dim=-1)
+    likely = probabilities * NUM_DRAWS >= 5
+    assert (counts[expected][likely] > 0).all()
+    if 2 <= int(likely.sum()) <= 7:
+        table = CHI_SQUARE[int(likely.sum()) - 1]
+        assert chi_square(counts[expected][likely], probabilities[likely]) < table
+
+
+def test_ties_with_the_last_token_kept_are_kept() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    counts = drawn_counts(SamplingParams(top_k=2), logits)
+    assert (counts[:4] > 0).all()
+    assert counts[4] == 0
+
+
+def test_penalties_by_hand() -> None:
+    counts = TokenCounts(2, 6, CPU)
+    counts.begin(0, prompt=[1, 2], output=[2, 3, 3])
+    counts.begin(1, prompt=[5])
+    logits = torch.tensor([[1.0, 2.0, 4.0, 6.0, -1.0, -2.0], [1.0, 2.0, 4.0, 6.0, -1.0, -2.0]])
+    found = counts.penalise(
+        logits,
+        torch.tensor([0, 1]),
+        repetition=torch.tensor([2.0, 1.6]),
+        presence=torch.tensor([0.5, 0.3]),
+        frequency=torch.tensor([0.25, 0.0]),
+    )
+    # Slot 0: 1 and 2 are in the prompt, 2 once and 3 twice in the output. Slot 1: only 5, in the prompt.
+    expected = [[1.0, 1.0, 2.0 - 0.25 - 0.5, 3.0 - 0.5 - 0.5, -1.0, -2.0], [1.0, 2.0, 4.0, 6.0, -1.0, -2.0 * 1.6]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_drawn_tokens_are_counted_and_only_for_their_request() -> None:
+    counts = TokenCounts(2, 4, CPU)
+    counts.begin(0, prompt=[])
+    counts.begin(1, prompt=[])
+    logits = torch.tensor([[0.0, 1.0, 0.9, 0.8]] * 3)
+    penalised = SamplingParams(temperature=0.0, presence_penalty=1.5)
+    plain = SamplingParams(temperature=0.0)
+    outputs: list[list[int]] = []
+    for place in range(3):
+        requests = [
+            SampleRequest(penalised, 0, place, 1),
+            SampleRequest(plain, 0, place),
+            SampleRequest(penalised, 0, place, 0),
+        ]
+        outputs.append(sample(logits, requests, counts).token_ids.tolist())
+    assert outputs == [[1, 1, 1], [2, 1, 2], [3, 1, 3]]
+    counts.begin(1, prompt=[], output=[1])  # a new request in the slot, or one that comes back: counts start over
+    after = sample(logits[:1], [SampleRequest(penalised, 0, 1, 1)], counts).token_ids
+    assert after.tolist() == [2]
+
+
+def test_penalties_without_counts_or_slot_are_refused() -> None:
+    params = SamplingParams(frequency_penalty=0.1)
+    with pytest.raises(SamplingError, match="without token counts"):
+        Sampler(4, CPU).plan([SampleRequest(params, 0, 0, 0)])
+    sampler = Sampler(4, CPU, counts=TokenCounts(1, 4, CPU))
+    with pytest.raises(SamplingError, match=r"rows \[1\] have penalties but no penalty slot"):
+        sampler.plan([SampleRequest(SamplingParams(), 0, 0), SampleRequest(params, 0, 0)])
+    with pytest.raises(SamplingError, match=r"0\.\.0, got 1"):
+        TokenCounts(1, 4, CPU).begin(1, prompt=[])
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    kept = logits.clone()
+    counts = TokenCounts(1, 50, CPU)
+    counts.begin(0, prompt=list(range(50)))
+    params = [
+        SamplingParams(temperature=0.3, logprobs=4, repetition_penalty=1.9),
+        SamplingParams(temperature=0.0, logprobs=0),
+        SamplingParams(temperature=5.0),
+    ]
+    requests = [SampleRequest(item, 5, 0, 0 if item.penalises else None) for item in params]
+    found = sample(logits, requests, counts)
+    assert torch.equal(logits, kept)
+    assert found.logprobs is not None
+    expected = torch.log_softmax(logits.double(), dim=-1).numpy()
+    for row in range(3):
+        token = int(found.token_ids[row])
+        assert float(found.logprobs.chosen[row]) == pytest.approx(expected[row, token], abs=1e-5)
+        order = np.argsort(-expected[row])
+        assert int(found.logprobs.chosen_rank[row]) == list(order).index(token) + 1
+        assert found.logprobs.top_ids[row].tolist() == list(order[:4])
+        np.testing.assert_allclose(found.logprobs.top[row].numpy(), expected[row, order[:4]], atol=1e-5)
+    assert int(found.logprobs.chosen_rank[1]) == 1
+
+
+def test_a_plan_that_a_graph_can_do_says_so() -> None:
+    sampler = Sampler(10, CPU)
+    simple = [SamplingParams(), SamplingParams(temperature=0.0, top_k=5), SamplingParams(temperature=0.2)]
+    assert sampler.plan([SampleRequest(item, 0, 0) for item in simple]).is_simple
+    for params in (SamplingParams(top_k=3), SamplingParams(logprobs=1)):
+        assert not sampler.plan([SampleRequest(params, 0, 0)]).is_simple
+
+
+def test_seeds() -> None:
+    given = SamplingParams(seed=5, n=3)
+    seeds = {request_seed(given, engine_seed=1, request_number=8, copy=copy) for copy in range(3)}
+    assert len(seeds) == 3
+    assert seeds == {request_seed(given, engine_seed=2, request_number=9, copy=copy) for copy in range(3)}
+    free = SamplingParams()
+    seeds = {request_seed(free, engine_seed=engine, request_number=number) for engine in (0, 1) for number in (0, 1, 2)}
+    assert len(seeds) == 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({request_seed(SamplingParams(seed=5 + (1 << 32)), engine_seed=0, request_number=0)} & seeds) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature must be in \[0, inf\), got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"temperature": "hot"}, "temperature must be a number in .*, got 'hot'"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.01}, r"top_p must be in \(0, 1\], got 1.01"),
+        ({"top_k": -2}, "top_k must be a whole number at least -1, got -2"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1.5"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be in \(0, 2\], got 0"),
+        ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\], got 2.1"),
+        ({"frequency_penalty": -3}, r"frequency_penalty must be in \[-2, 2\], got -3"),
+        ({"n": 0}, r"n must be a whole number in \[1, 1024\], got 0"),
+        ({"n": 2, "temperature": 0.0}, "n must be 1 with temperature 0"),
+        ({"seed": -1}, "seed must be a whole number in"),
+        ({"seed": True}, "seed must be a whole number in .*, got True"),
+        ({"logprobs": 21}, r"logprobs must be a whole number in \[0, 20\], got 21"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, got 0"),
+        ({"stop": ["a", ""]}, "stop must be a string or a list of strings, none empty"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids must be a list of token ids"),
+        ({"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
+        ({"temprature": 1.0}, "unknown sampling parameter 'temprature'; did you mean 'temperature'"),
+        ({"bogus": 1.0}, r"unknown sampling parameter 'bogus' \(choices: n, temperature"),
+    ],
+)
+def test_bad_parameters_are_refused_by_name_and_range(given: dict[str, object], message: str) -> None:
+    with pytest.raises(SamplingError, match=message):
+        SamplingParams.from_mapping(given)
+
+
+def test_good_parameters_are_normalised() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[3, 4], top_k=-1, top_p=1, temperature=1)
+    assert params.stop_strings == ("END",)
+    assert params.stop_token_ids == (3, 4)
+    assert not params.filters
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert hash(params) == hash(SamplingParams(stop="END", stop_token_ids=(3, 4), top_k=-1))
