@@ -23,6 +23,7 @@ from policies.spec import load_policy
 from policies.steplog import StepLog
 
 GRAPH_RESERVE_BYTES = 2 << 30
+HOST_CACHE_BYTES = 1 << 30  # for keys and values where the model runs on the CPU
 MOST_COMPRESSED_AT_ONCE = 16
 
 
@@ -33,7 +34,8 @@ class EngineSettings:
     Attributes:
         model: as `engine.loading.load_model` names it.
         policy: a policy, or how a command line names one.
-        num_blocks: blocks of the cache; by default all that `memory_share` of the device's memory holds (CUDA only).
+        num_blocks: blocks of the cache; by default all that `memory_share` of the device's memory holds, on the CPU
+            what `HOST_CACHE_BYTES` hold.
         device, dtype, variant: where and how the model runs.
         kernels: "torch" or "triton"; by default Triton on CUDA.
         use_graphs: decode steps as CUDA graphs; by default on CUDA.
@@ -113,7 +115,7 @@ def build_engine(
         raise EngineError(f"CUDA graphs need a CUDA device, not {settings.device!r}")
     runner = Runner(loaded.model, cache, kernels, compression, sampler, scheduler, graphs)
     steps = StepLog(scheduler)
-    loop = EngineLoop(scheduler, runner, steps, overlap=settings.overlap, clock=time.perf_counter_ns)
+    loop = EngineLoop(scheduler, runner, sampler, steps, overlap=settings.overlap, clock=time.perf_counter_ns)
     return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, loop, steps)
 
 
@@ -134,11 +136,11 @@ def _limits(
     )
     if settings.num_blocks is not None:
         return limits
-    if device.type != "cuda":
-        raise EngineError("without a GPU whose memory says how many blocks fit, num_blocks must be given")
     floor = policy.budget.floor(limits.block_size)
     slots = limits.max_running if floor is not None else 0
     shape = _shape(loaded, policy, limits, slots)
+    if device.type != "cuda":
+        return replace(limits, num_blocks=blocks_that_fit(replace(shape, num_slots=0), dtype, HOST_CACHE_BYTES, 0))
     free, total = torch.cuda.mem_get_info(device)
     usable = free - int(total * (1.0 - settings.memory_share))
     width = loaded.config.hidden_size + loaded.config.intermediate_size

@@ -1,6 +1,7 @@
 """Compressions on a stream of their own, beside the decodes of everybody else; nothing ever waits on the host."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from engine.kernels.contract import Kernels
 from engine.kernels.workspace import CompressionWorkspace
 from engine.scorers import CompressionSettings
 from policies.core.plan import CompressionTask
+
+MOST_TIMED = 4096  # pairs of events that wait to be read
 
 
 @dataclass
@@ -48,6 +51,8 @@ class CompressionStream:
         self._workspace = workspace
         self._stream = torch.cuda.Stream(priority=0) if cache.k.is_cuda else None
         self._running: list[Started] = []
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._work_s = 0.0
         if cache.k.is_cuda:
             queries = cache.window_queries
             parts = (cache.k, cache.v, cache.history, queries, settings, workspace)
@@ -74,15 +79,18 @@ class CompressionStream:
             if self.inject_failure is not None:
                 message, self.inject_failure = self.inject_failure, None
                 raise RuntimeError(message)
-            if self._stream is None or inline:
+            if self._stream is None:
+                started = time.perf_counter()
                 self._compress(requests)
+                self._work_s += time.perf_counter() - started
+                self._running.append(Started(numbers, None))
+            elif inline:
+                self._timed_compress(requests)
                 self._running.append(Started(numbers, None))
             else:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
-                    self._compress(requests)
-                    event = torch.cuda.Event()
-                    event.record()
+                    event = self._timed_compress(requests)
                 self._running.append(Started(numbers, event))
         except (RuntimeError, ValueError) as error:
             return dict.fromkeys(numbers, f"compression failed: {error}")
@@ -97,9 +105,40 @@ class CompressionStream:
             started.numbers = [number for number in started.numbers if number not in joined]
         self._running = [started for started in self._running if started.numbers]
 
+    def join_all_but(self, compressing: Collection[int]) -> None:
+        """Join those that the scheduler no longer knows as compressing: joined ones, and those of ended requests.
+
+        The blocks of the latter are handed on from this step, too.
+        """
+        known = [number for started in self._running for number in started.numbers]
+        gone = [number for number in known if number not in compressing]
+        if gone:
+            self.join(gone)
+
+    def work_seconds(self) -> float:
+        """What all compressions took so far; waits for those under way."""
+        for begin, end in self._timed:
+            end.synchronize()
+            self._work_s += begin.elapsed_time(end) * 1e-3
+        self._timed.clear()
+        return self._work_s
+
     def finished(self) -> list[int]:
         """Requests whose compression is done but not joined yet."""
         return [number for started in self._running if started.done for number in started.numbers]
+
+    def _timed_compress(self, requests: list[CompressionRequest]) -> torch.cuda.Event:
+        """Enqueue on the current stream between two events; returns the second."""
+        if len(self._timed) >= MOST_TIMED:  # the older half is long over
+            finished, self._timed = self._timed[: MOST_TIMED // 2], self._timed[MOST_TIMED // 2 :]
+            finished[-1][1].synchronize()
+            self._work_s += sum(begin.elapsed_time(end) for begin, end in finished) * 1e-3
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self._compress(requests)
+        end.record()
+        self._timed.append((begin, end))
+        return end
 
     def _compress(self, requests: list[CompressionRequest]) -> None:
         cache = self._cache

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.runner import Runner, StepResult
+from engine.sampling import StepSampler, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.stopping import Output, Piece
 from policies.core.plan import NOTHING, Outcome, StepPlan
@@ -28,14 +29,11 @@ class Sequence:
     on_piece: Callable[[Piece], None] | None = None
     text: str = ""
     stop_reason: int | str | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether its terminal event has happened and all its tokens are here."""
-        return self.request.finish_ns >= 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, where asked for
+    closed: bool = False  # its terminal event has happened and all its tokens are here
 
 
-@dataclass
+@dataclass(eq=False)
 class _UnderWay:
     plan: StepPlan
     result: StepResult
@@ -57,15 +55,18 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
+        sampler: StepSampler,
         steps: StepLog,
         overlap: bool = True,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.scheduler = scheduler
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, Sequence] = {}  # those that are not closed
         self.ended: list[tuple[Request, int]] = []  # with the step in which each ended; a driver empties it
         self._runner = runner
         runner.token_ids = self.token_ids
+        sampler.output_ids = self._output_ids
+        self._sampler = sampler
         self._steps = steps
         self._overlap = overlap
         self._clock = clock
@@ -76,8 +77,14 @@ class EngineLoop:
         self._step_ns = 0
         self._told_ns = 0
 
+    def start_clock(self) -> None:
+        """Count time from now on; before the first request."""
+        assert not self.sequences
+        assert self._told_ns == 0
+        self._origin_ns = self._clock()
+
     def now_ns(self) -> int:
-        """Nanoseconds since the loop was made, never less than what the scheduler was last told."""
+        """Nanoseconds since the clock was started, never less than what the scheduler was last told."""
         return max(self._clock() - self._origin_ns, self._told_ns)
 
     def submit(
@@ -88,13 +95,18 @@ class EngineLoop:
         output: Output,
         *,
         may_stop: bool,
+        copy: int = 0,
         on_piece: Callable[[Piece], None] | None = None,
         arrival_ns: int | None = None,
     ) -> Sequence:
-        """Hand a request to the scheduler; a refused one has ended already, with its reason in `request.message`."""
+        """Hand a request to the scheduler; a refused one has ended already, with its reason in `request.message`.
+
+        `copy` says which of several outputs for one prompt this is.
+        """
         request = self.scheduler.submit(asked, self._tell(self.now_ns()), arrival_ns)
         sequence = Sequence(request, prompt_ids, params, output, may_stop, on_piece)
         self.sequences[request.number] = sequence
+        self._sampler.add(request.number, params, prompt_ids, copy)
         self._num_may_stop += may_stop
         self._collect(None)
         return sequence
@@ -110,6 +122,10 @@ class EngineLoop:
         self.drain()
         sequence = self.sequences[number]
         return sequence.prompt_ids + sequence.output.token_ids
+
+    def _output_ids(self, number: int) -> list[int]:
+        self.drain()
+        return self.sequences[number].output.token_ids
 
     def step(self) -> bool:
         """Plan and carry out one step; False when there is nothing to do until something arrives or a copy finishes."""
@@ -147,11 +163,14 @@ class EngineLoop:
         self._steps.ran(start_ns, max(end_ns, start_ns))
         self._step_ns = max(end_ns - start_ns, 0)
         self._last_end_ns = max(end_ns, start_ns)
-        stopped = [
-            number
-            for number, token in zip(step.result.numbers, tokens, strict=True)
-            if self._push(self.sequences[number], token)
-        ]
+        stopped = []
+        for row, (number, token) in enumerate(zip(step.result.numbers, tokens, strict=True)):
+            sequence = self.sequences[number]
+            if sequence.params.logprobs is not None:
+                found = step.result.logprobs(row, sequence.params.logprobs)
+                sequence.logprobs += [found] if found is not None else []
+            if self._push(sequence, token):
+                stopped.append(number)
         if step.committed:
             for request in step.ended:
                 self._close(request)
@@ -176,20 +195,18 @@ class EngineLoop:
         for request in self.scheduler.take_ended():
             self._runner.forget(request)
             self.ended.append((request, self.scheduler.next_step))
-            sequence = self.sequences.get(request.number)
-            self._num_may_stop -= sequence.may_stop if sequence is not None else 0
+            self._num_may_stop -= self.sequences[request.number].may_stop
             if step is not None and step in self._under_way:
                 step.ended.append(request)
             else:
                 self._close(request)
 
     def _close(self, request: Request) -> None:
-        """All tokens are here: say the rest of the text."""
-        sequence = self.sequences.get(request.number)
-        if sequence is None:
-            return
+        """All tokens are here: say the rest of the text and let go of the sequence; its caller keeps it."""
+        sequence = self.sequences.pop(request.number)
         rest = sequence.output.finish() if sequence.stop_reason is None else ""
         sequence.text += rest
+        sequence.closed = True
         if sequence.on_piece is not None:
             sequence.on_piece(Piece(rest, stopped=True, stop_reason=sequence.stop_reason))
 

@@ -14,7 +14,8 @@ from engine.kernels.decode_plan import reserve_decode_workspace
 from engine.model import LanguageModel
 from engine.prefilling import TokenIds, prefill_inputs
 from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows, advance
-from engine.sampling import StepSampler
+from engine.sampler import Logprobs
+from engine.sampling import StepSampler, TokenLogprobs, row_of
 from engine.swapping import HostSwap
 from policies.core.plan import StepPlan
 from policies.core.policy import Join
@@ -30,6 +31,7 @@ class StepResult:
     host: torch.Tensor | None = None
     event: torch.cuda.Event | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    host_logprobs: Logprobs | None = None  # where some request asked
 
     @property
     def done(self) -> bool:
@@ -42,6 +44,10 @@ class StepResult:
             self.event.synchronize()
         values: list[int] = self.host.tolist() if self.host is not None else []
         return values[: len(self.numbers)]
+
+    def logprobs(self, row: int, num_top: int) -> TokenLogprobs | None:
+        """Log-probabilities of the token of `numbers[row]`, after `tokens()` has waited; None if nobody asked."""
+        return None if self.host_logprobs is None else row_of(self.host_logprobs, row, num_top)
 
 
 class Runner:
@@ -68,7 +74,9 @@ class Runner:
         self._device = cache.k.device
         limits = scheduler.state.limits
         most_blocks = min(limits.num_blocks, -(-limits.max_model_len // limits.block_size) + 1)
-        self._rows = DecodeRows(limits.max_running, most_blocks, self._device)
+        # Where only a step's requests are bounded, more may hold blocks meanwhile, and each keeps its row.
+        most_rows = limits.num_blocks if scheduler.state.policy.batching.limit_per_step else limits.max_running
+        self._rows = DecodeRows(most_rows, most_blocks, self._device)
         self._row_of: dict[int, int] = {}
         self._known: dict[int, tuple[int, int]] = {}  # request -> table length and slot that its row holds
         self._members: list[Request] = []
@@ -103,6 +111,7 @@ class Runner:
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        self._sampler.forget(request.number)
         self._drop_row(request.number)
         self._swap.drop(request.number)
 
@@ -119,8 +128,7 @@ class Runner:
         inline = self._scheduler.state.policy.compression.join is Join.BLOCKING
         if plan.compressions:
             failed = self._compression.start(plan.compressions, inline)
-        if plan.joined:
-            self._compression.join([task.request.number for task in plan.joined])
+        self._compression.join_all_but({task.request.number for task in self._scheduler.state.compressing})
         for task in plan.joined:
             self._set_row(task.request, self._row_of[task.request.number])
         return failed
@@ -180,6 +188,7 @@ class Runner:
         members = self._members if plan.num_decodes else []
         ending = [chunk.request for chunk in plan.prefills if chunk.last and chunk.request.target_tokens]
         numbers = [request.number for request in (*members, *ending)]
+        self._sampler.logprobs = None
         if not plan.num_decodes and not plan.prefills:
             return StepResult([])
         tokens = self._run_mixed(plan, members, ending) if plan.prefills else self._run_decodes(numbers)
@@ -234,13 +243,15 @@ class Runner:
         return self._model.logits(hidden)
 
     def _to_host(self, numbers: list[int], tokens: torch.Tensor) -> StepResult:
+        logprobs = self._sampler.logprobs
         if not tokens.is_cuda:
-            return StepResult(numbers, tokens)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+            return StepResult(numbers, tokens, host_logprobs=logprobs)
+        host = _pinned(tokens)
+        if logprobs is not None:
+            logprobs = Logprobs(*map(_pinned, (logprobs.chosen, logprobs.chosen_rank, logprobs.top_ids, logprobs.top)))
         event = torch.cuda.Event()
         event.record()
-        return StepResult(numbers, host, event)
+        return StepResult(numbers, host, event, host_logprobs=logprobs)
 
     # rows
 
@@ -265,6 +276,12 @@ class Runner:
         if row is not None:
             self._rows.give_back(row)
             del self._known[number]
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Start to copy to pinned host memory."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 def _no_requests(number: int) -> list[int]:

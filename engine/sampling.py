@@ -9,12 +9,31 @@ from engine.penalties import TokenCounts
 from engine.sampler import Logprobs, Sampler, SampleRequest, request_seed
 from engine.sampling_params import SamplingParams
 
+OutputIds = Callable[[int], Sequence[int]]  # request number -> output ids so far
+
 
 @dataclass(frozen=True)
 class _Known:
     params: SamplingParams
     seed: int
-    penalty_slot: int | None
+    prompt_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one drawn token: its log-probability and rank (from 1), and the most probable tokens with theirs."""
+
+    chosen: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def row_of(logprobs: Logprobs, row: int, num_top: int) -> TokenLogprobs:
+    """One row of log-probabilities that lie on the host."""
+    ids: list[int] = logprobs.top_ids[row, :num_top].tolist()
+    values: list[float] = logprobs.top[row, :num_top].tolist()
+    chosen, rank = float(logprobs.chosen[row]), int(logprobs.chosen_rank[row])
+    return TokenLogprobs(chosen, rank, tuple(zip(ids, values, strict=True)))
 
 
 class StepSampler:
@@ -39,28 +58,21 @@ class StepSampler:
         self._place = place
         self._engine_seed = engine_seed
         self._max_penalised = max_penalised
-        self._free_slots = list(range(max_penalised - 1, -1, -1))
+        self._slots: dict[int, int] = {}  # request -> its penalty slot
         self._known: dict[int, _Known] = {}
+        self.output_ids: OutputIds = _no_requests  # the loop puts its own here; for penalties
         self._sampler = Sampler(vocab_size, device)
         self.logprobs: Logprobs | None = None  # of the step sampled last, where some row asked
 
     def add(self, number: int, params: SamplingParams, prompt_ids: Sequence[int], copy: int = 0) -> None:
-        """A request comes in."""
-        slot = None
-        if params.penalises:
-            if self._counts is None:  # made when first needed: it holds a count of every token for every slot
-                self._counts = TokenCounts(self._max_penalised, self._vocab_size, self._device)
-                self._sampler = Sampler(self._vocab_size, self._device, counts=self._counts)
-            slot = self._free_slots.pop()
-            self._counts.begin(slot, prompt_ids)
+        """A request comes in; `copy` counts the outputs of one prompt."""
         seed = request_seed(params, engine_seed=self._engine_seed, request_number=number, copy=copy)
-        self._known[number] = _Known(params, seed, slot)
+        self._known[number] = _Known(params, seed, prompt_ids)
 
     def forget(self, number: int) -> None:
         """A request has ended."""
-        known = self._known.pop(number, None)
-        if known is not None and known.penalty_slot is not None:
-            self._free_slots.append(known.penalty_slot)
+        self._known.pop(number, None)
+        self._slots.pop(number, None)
 
     def plain(self, numbers: Sequence[int]) -> bool:
         """Whether every row takes its most probable token and nothing else is asked."""
@@ -76,11 +88,33 @@ class StepSampler:
         """Token ids `[rows]` int64, row i for request `numbers[i]`."""
         if self.plain(numbers):
             return self.most_probable(logits)
+        self._give_slots(numbers)
         rows = [
-            SampleRequest(known.params, known.seed, self._place(number), known.penalty_slot)
+            SampleRequest(known.params, known.seed, self._place(number), self._slots.get(number))
             for number in numbers
             for known in (self._known[number],)
         ]
         sampled = self._sampler.sample(logits, self._sampler.plan(rows))
         self.logprobs = sampled.logprobs
         return sampled.token_ids
+
+    def _give_slots(self, numbers: Sequence[int]) -> None:
+        """A penalty slot for every row that needs one; one that is not drawn now (it waits, preempted) gives way."""
+        penalised = [number for number in numbers if self._known[number].params.penalises]
+        asking = [number for number in penalised if number not in self._slots]
+        if not asking:
+            return
+        if self._counts is None:  # made when first needed: it holds a count of every token for every slot
+            self._counts = TokenCounts(self._max_penalised, self._vocab_size, self._device)
+            self._sampler = Sampler(self._vocab_size, self._device, counts=self._counts)
+        taken = set(self._slots.values())
+        free = [slot for slot in range(self._max_penalised) if slot not in taken]
+        idle = [number for number in self._slots if number not in set(penalised)]
+        for number in asking:
+            slot = free.pop() if free else self._slots.pop(idle.pop())
+            self._counts.begin(slot, self._known[number].prompt_ids, self.output_ids(number))
+            self._slots[number] = slot
+
+
+def _no_requests(number: int) -> list[int]:
+    raise KeyError(f"no tokens are known of request {number}")
