@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from traces.detail import lives_at
 from traces.holding import Holdings
 from traces.moments import FloatArray
 from traces.occupancy import CACHED, FREE, OWNED, SHARED, STATES, Int32Array, Occupancy
@@ -83,24 +82,27 @@ def blocks_of(occupancy: Occupancy, request: int) -> Held:
     return Held(block[start][keep], moment[start][keep], ends[keep])
 
 
-def fill_at(occupancy: Occupancy, holdings: Holdings, moments_s: FloatArray) -> npt.NDArray[np.int32]:
+def fill_at(
+    occupancy: Occupancy, holdings: Holdings, moments_s: FloatArray, index: npt.NDArray[np.intp]
+) -> npt.NDArray[np.int32]:
     """Tokens in each block at each moment, [block, moment]: 0 if free, -1 where a copy makes it unknowable.
 
     A request's tokens fill its table from the front: shared blocks and cached ones are full, then its own in the order
-    in which it got them.
+    in which it got them. `index` is `lives_at` of the moments.
     """
     size = occupancy.block_size
-    lives, index = occupancy.lives, lives_at(occupancy, moments_s)
+    lives = occupancy.lives
     state, owner, row = lives.state[index], lives.owner[index], lives.row[index]
     fill = np.where((state == SHARED) | (state == CACHED), size, np.where(state == FREE, 0, -1)).astype(np.int32)
-    for column, moment in enumerate(moments_s):
-        step = np.array([occupancy.times.step_at(float(moment))])
+    everyone = np.unique(owner[state == OWNED])
+    steps = np.array([occupancy.times.step_at(float(moment)) for moment in moments_s], dtype=np.int64)
+    all_tokens, all_blocks = holdings.tokens_at(everyone, steps), holdings.blocks_at(everyone, steps)
+    for column in range(len(moments_s)):
         own = np.flatnonzero(state[:, column] == OWNED)
         order = own[np.lexsort((row[own, column], owner[own, column]))]
-        holder = owner[order, column]
-        numbers, first, count = np.unique(holder, return_index=True, return_counts=True)
-        tokens = holdings.tokens_at(numbers, step)[:, 0]
-        ahead = holdings.blocks_at(numbers, step)[:, 0] - count  # shared blocks in front
+        numbers, first, count = np.unique(owner[order, column], return_index=True, return_counts=True)
+        place_of = np.searchsorted(everyone, numbers)
+        tokens, ahead = all_tokens[place_of, column], all_blocks[place_of, column] - count  # shared blocks in front
         place = np.arange(len(order)) - np.repeat(first, count) + np.repeat(ahead, count)
         fill[order, column] = np.clip(np.repeat(tokens, count) - place * size, 0, size)
     return fill

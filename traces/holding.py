@@ -59,12 +59,12 @@ class Holdings:
 
     def _before(self, requests: Int64Array, steps: Int64Array) -> npt.NDArray[np.intp]:
         """The turning point that holds for each request in each step, -1 before its first."""
-        low = np.searchsorted(self.request, requests, side="left")
-        high = np.searchsorted(self.request, requests, side="right")
-        found = np.full((len(requests), len(steps)), -1, dtype=np.intp)
-        for row, (a, b) in enumerate(zip(low, high, strict=True)):
-            place = np.searchsorted(self.step[a:b], steps, side="right") - 1
-            found[row] = np.where(place >= 0, a + place, -1)
+        stride = len(self.decode_steps) + 1  # requests and steps as one rising key: one search for all
+        keys = self.request * stride + self.step
+        wanted = np.asarray(requests)[:, None] * stride + np.asarray(steps)[None, :]
+        place = np.searchsorted(keys, wanted, side="right") - 1
+        known = (place >= 0) & (self.request[place] == np.asarray(requests)[:, None]) if len(keys) else place >= 0
+        found: npt.NDArray[np.intp] = np.where(known, place, -1)
         return found
 
 

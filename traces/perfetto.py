@@ -20,7 +20,7 @@ from traces.recording import Recording
 REQUESTS, POOL = 1, 2  # process numbers: tracks of requests, counters
 US = 1e6
 INSTANTS = ("preempted", "compressing", "refused", "aborted", "failed")
-PER_SECOND = ("output_tokens", "prefill_tokens")
+PER_SECOND = ("output", "prefill")
 
 Event = dict[str, Any]
 
@@ -122,7 +122,7 @@ def _pool(recording: Recording) -> Iterator[Event]:
 
 def _steps(recording: Recording) -> Iterator[Event]:
     """Running and waiting requests, and tokens a second, where a step changes them."""
-    names = ("start_s", "end_s", "running", "waiting", *PER_SECOND)
+    names = ("start_s", "end_s", "running", "waiting", *(f"{name}_tokens" for name in PER_SECOND))
     table = recording.table("steps", names)
     columns = [table[name].to_numpy() for name in names]
     last = float(columns[1][-1]) if len(columns[1]) else 0.0
@@ -141,6 +141,6 @@ def _steps(recording: Recording) -> Iterator[Event]:
             )
         if last:
             yield _counter("requests", last, {"running": 0, "waiting": 0})
-            yield _counter("tokens/s", last, {"output": 0, "prefill": 0})
+            yield _counter("tokens/s", last, dict.fromkeys(PER_SECOND, 0))
 
     return events()

@@ -132,14 +132,14 @@ def tradeoff_figure(points: Mapping[str, tuple[float | None, float | None]], wor
                 name=name,
                 mode="markers+text" if len(known) <= 12 else "markers",
                 text=[name],
-                textposition="top center",
+                textposition=("top center", "bottom center", "top left", "bottom left")[index % 4],
                 marker={"size": 12, "color": CYCLE[index % len(CYCLE)], "symbol": SYMBOLS[index % len(SYMBOLS)]},
                 hovertemplate=f"{name}<br>%{{x:.4g}} {unit}<br>%{{y:,.0f}} tokens/s<extra></extra>",
                 showlegend=False,
             )
         )
-    figure.update_xaxes(title_text=f"{words}, {unit}  (less is better)", rangemode="tozero")
-    figure.update_yaxes(title_text="output tokens/s  (more is better)", rangemode="tozero")
+    figure.update_xaxes(title_text=f"{words}, {unit}  (less is better)")
+    figure.update_yaxes(title_text="output tokens/s  (more is better)")
     finish(figure, 400, "Throughput against the tail")
     return figure
 

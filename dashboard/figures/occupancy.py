@@ -106,7 +106,7 @@ def hover_grid(
     moments = (edges[1:] + edges[:-1]) / 2
     bounds = shown.blocks[0] + np.arange(num_rows + 1) * shown.num_blocks // num_rows
     index = lives_at(occupancy, moments)
-    fill = fill_at(occupancy, holdings, moments)
+    fill = fill_at(occupancy, holdings, moments, index)
     lives, size = occupancy.lives, occupancy.block_size
     state, owner, refs = lives.state[index], lives.owner[index], lives.refs[index]
     words = []

@@ -67,9 +67,7 @@ def _readable(sources: list[Source]) -> dict[str, str]:
 def _side_by_side(folders: Mapping[str, str]) -> None:
     summaries = {label: cache.summary(folder) for label, folder in folders.items()}
     table = comparison(summaries)
-    marked = [name for name in table.columns if name.endswith(", %")]
-    shape = dict.fromkeys(marked, "{:+.1f}") | dict.fromkeys(folders, "{:,.4g}")
-    st.dataframe(table.style.format(shape, na_rep="-"), hide_index=True, height=38 + 35 * len(table))
+    st.dataframe(in_words(table), hide_index=True, height=38 + 35 * len(table))
     words = st.selectbox("Tail", list(TAILS), format_func=TAILS.__getitem__, key="tail", bind="query-params")
     points = {label: (value_of(s, str(words)), value_of(s, "tokens_per_s")) for label, s in summaries.items()}
     scatter = tradeoff_figure(points, TAILS[str(words)], "s")
@@ -91,6 +89,18 @@ def _side_by_side(folders: Mapping[str, str]) -> None:
         return standalone("Comparison", figures).encode()
 
     right.download_button("Figures (HTML)", page, "comparison.html", "text/html", on_click="ignore")
+
+
+def in_words(table: pd.DataFrame) -> pd.DataFrame:
+    """The comparison with its numbers as a reader wants them."""
+    shown = table.copy()
+    for name in table.columns[2:]:
+        shape = "{:+.1f}" if str(name).endswith(", %") else "{:,.4g}"
+        shown[name] = [
+            "-" if pd.isna(value) else f"{value:,.0f}" if abs(value) >= 1000 else shape.format(value)
+            for value in table[name]
+        ]
+    return shown
 
 
 def _sweeps(roots: list[Path]) -> None:

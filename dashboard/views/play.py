@@ -7,6 +7,7 @@ import streamlit as st
 
 from dashboard import archive, cache
 from dashboard.figures.compare import comparison, strips_figure
+from dashboard.views.compare import in_words
 from dashboard.views.jobs import Job, Order, new_folder
 from dashboard.views.page import draw, told
 from dashboard.views.policy_form import policy_form
@@ -128,8 +129,7 @@ def _last_runs() -> None:
     with told("The last runs"):
         labels = {run.name: str(run) for run in runs}
         table = comparison({name: cache.summary(folder) for name, folder in labels.items()})
-        marked = {name: "{:+.1f}" for name in table.columns if name.endswith(", %")}
-        st.dataframe(table.style.format(marked | dict.fromkeys(labels, "{:,.4g}"), na_rep="-"), hide_index=True)
+        st.dataframe(in_words(table), hide_index=True)
         strips = strips_figure({name: cache.occupancy(folder) for name, folder in labels.items()})
         draw(strips, "play-strips", "Block states over time, a strip a run")
         for name, folder in labels.items():
