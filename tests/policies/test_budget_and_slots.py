@@ -132,16 +132,34 @@ def test_a_slot_set_aside_for_a_long_prompt_is_handed_on_once_that_is_compressed
 # swapping
 
 
+SWAPS = "hybrid:budget.tokens=8,window=2,num_slots=1,preemption=latest-first,preemption.comes_back=swap"
+
+
 def test_a_compressed_request_comes_back_only_with_a_slot() -> None:
+    """E ends and leaves room for B, which is before its window again; but A has the slot now, so B waits for A's end.
+
+    Without a slot B could not pass its window; and had host memory filled up meanwhile, it could not give way either.
+    """
+    policy = load_policy(f"{SWAPS},watermark_share=0.0")
+    jobs = (job("X", 2, 3), job("E", 1, 8), job("A", 2, 20), job("B", 10, 30))
+    run = drive(Case(policy, Limits(7, 4, 64, 16, 200, host_blocks=3), jobs))  # the audit asks for the slot
+    laws.liveness(run)
+    laws.same_decisions(run, drive(run.case, fast=True))
+    names = {request.id: request for request in run.requests}
+    (out,), (back,) = run.of(Kind.SWAP_OUT), run.of(Kind.SWAP_IN)
+    assert (out[2], out[3]) == (names["B"].number, 10), "the window would begin with the 11th position"
+    ended = {row[2]: row[0] for row in run.of(Kind.FINISHED)}
+    assert ended[names["E"].number] < ended[names["A"].number] < back[0]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 2, 3, 6, 30])
+def test_swapping_with_little_host_memory(host_blocks: int) -> None:
     policy = load_policy("hybrid:budget.tokens=8,window=2,preemption=latest-first,preemption.comes_back=swap")
-    for host in (0, 2, 3, 6, 30):
-        limits = Limits(9, 4, 64, 16, 200, host_blocks=host)
-        jobs = tuple(job(f"r{n}", 4 + n, 40, arrival_ns=900 * n) for n in range(6))
-        run = drive(Case(policy, limits, jobs))  # the audit asks for the slot
-        laws.liveness(run)
-        laws.conservation(run)
-        laws.bounded_preemptions(run)
-        laws.same_decisions(run, drive(run.case, fast=True))
+    jobs = tuple(job(f"r{n}", 4 + n, 40, arrival_ns=900 * n) for n in range(6))
+    run = drive(Case(policy, Limits(9, 4, 64, 16, 200, host_blocks=host_blocks), jobs))
+    for law in (laws.liveness, laws.conservation, laws.bounded_preemptions):
+        law(run)
+    laws.same_decisions(run, drive(run.case, fast=True))
 
 
 def test_a_compressed_request_goes_out_and_comes_back_with_its_tokens() -> None:
@@ -149,8 +167,7 @@ def test_a_compressed_request_goes_out_and_comes_back_with_its_tokens() -> None:
 
     The shadow memory compares every token read after the way to host memory and back.
     """
-    spec = "hybrid:budget.tokens=8,window=2,num_slots=1,preemption=latest-first,watermark_share=0.0"
-    policy = load_policy(f"{spec},preemption.comes_back=swap")
+    policy = load_policy(f"{SWAPS},watermark_share=0.0")
     jobs = (job("X", 2, 2), job("A", 1, 20), job("B", 10, 30))
     run = drive(Case(policy, Limits(5, 4, 64, 16, 200, host_blocks=3), jobs))
     laws.liveness(run)
@@ -167,8 +184,7 @@ def test_a_compressed_request_goes_out_and_comes_back_with_its_tokens() -> None:
 
 
 def test_without_host_memory_a_compressed_request_is_left_alone() -> None:
-    spec = "hybrid:budget.tokens=8,window=2,num_slots=1,preemption=latest-first,watermark_share=0.0"
-    policy = load_policy(f"{spec},preemption.comes_back=swap")
+    policy = load_policy(f"{SWAPS},watermark_share=0.0")
     jobs = (job("X", 2, 2), job("A", 1, 20), job("B", 10, 30))
     run = drive(Case(policy, Limits(5, 4, 64, 16, 200, host_blocks=2), jobs))
     laws.liveness(run)

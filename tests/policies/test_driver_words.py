@@ -201,3 +201,25 @@ def test_twins_that_compute_one_prefix_at_once() -> None:
             jobs = (job("a", 0, 9, ids=ids), job("b", 0, 9, gap, ids=(*ids, 50)), job("c", 0, 9, late, ids=(*ids, 60)))
             run = drive(Case(policy, limits, jobs))  # the shadow memory sees a shared block overwritten
             laws.liveness(run)
+
+
+def test_who_is_paused_goes_on_as_soon_as_a_step_has_a_place() -> None:
+    """Two may decode in a step; while one is compressed for long, the third takes its place, quiet stretch or not."""
+    policy = load_policy("zipage:budget.tokens=8,window=2,join=when_done")
+    jobs = tuple(job(f"r{n}", 9 - 4 * n, 30) for n in range(3))
+    case = Case(policy, replace(LIMITS, max_running=2, max_batched_tokens=64), jobs, copy_ns=20_000)
+    run = drive(case)
+    laws.same_decisions(run, drive(case, fast=True))
+    started = run.of(Kind.COMPRESSING)[0][0]
+    resumed = [row[0] for row in run.of(Kind.RESUMED) if row[2] == 2]
+    assert resumed[0] == started + 1
+
+
+def test_blocks_that_a_swap_gives_up_go_to_whom_it_gave_way() -> None:
+    """Prefill first: without a rule the swapped one is back, in its own blocks, before the needy one is asked again."""
+    policy = load_policy("full-kv:batching=prefill-first,preemption.comes_back=swap,watermark_share=0.0")
+    case = Case(policy, Limits(6, 4, 16, 4, 100, host_blocks=20), (job("A", 8, 12), job("B", 6, 14)))
+    run = drive(case)
+    assert [request.preemptions for request in run.requests] == [0, 1]
+    out, grew = run.of(Kind.SWAP_OUT)[0], run.of(Kind.GREW)
+    assert [row[2] for row in grew if row[0] == out[0] + 1] == [0], "A has its block one step later"
