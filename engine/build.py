@@ -99,7 +99,7 @@ def build_engine(
     kernels = find_kernels(device, settings.kernels)
     compression = None
     if scheduler.state.floor is not None:
-        chosen = CompressionSettings(scorer=policy.compression.scorer, window=policy.compression.window)
+        chosen = _compression_settings(policy, settings.seed)
         workspace = _workspace(shape, limits, scheduler.state.floor, device)
         compression = CompressionStream(cache, kernels, chosen, workspace, scheduler.state.floor)
     decoding = scheduler.state.decoding
@@ -117,6 +117,21 @@ def build_engine(
     steps = StepLog(scheduler)
     loop = EngineLoop(scheduler, runner, sampler, steps, overlap=settings.overlap, clock=time.perf_counter_ns)
     return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, loop, steps)
+
+
+def _compression_settings(policy: Policy, seed: int) -> CompressionSettings:
+    answer = policy.compression
+    return CompressionSettings(
+        scorer=answer.scorer,
+        window=answer.window,
+        sink=answer.sink,
+        attention_weight=answer.redundancy_lambda,
+        temperature=answer.temperature,
+        decay=answer.decay,
+        pool_size=answer.pool_size,
+        threshold=answer.threshold,
+        seed=seed,
+    )
 
 
 def _limits(

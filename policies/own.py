@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import sys
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -48,10 +49,12 @@ def _from_file(spec: str, error: type[Exception]) -> type[Any]:
     path = Path(file)
     if not path.is_file():
         raise error(f"{spec}: no such file: {file}")
-    module_spec = spec_from_file_location(f"zlab_own_{path.stem}", path)
+    name_of_path = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]  # two files may have one stem
+    module_spec = spec_from_file_location(f"zlab_own_{path.stem}_{name_of_path}", path)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and `inspect` look a class's module up there
     try:
         module_spec.loader.exec_module(module)
     except Exception as problem:

@@ -24,7 +24,7 @@ class PolicyError(ValueError):
 
 def unknown(what: str, value: str, choices: list[str]) -> PolicyError:
     """The error for a name that is not among the choices."""
-    near = get_close_matches(value, choices, n=1)
+    near = get_close_matches(value, choices, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return PolicyError(f"unknown {what} {value!r}{hint} (choices: {', '.join(choices)})")
 

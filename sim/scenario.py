@@ -113,12 +113,12 @@ DEFAULTS = Scenario()
 
 
 def check_blocks(workload: Workload, block_size: int) -> None:
-    """Raise SimError when the pool's blocks do not divide those that the workload's prefix ids stand for."""
+    """Raise SimError when neither the pool's blocks nor those of the workload's prefix ids divide the other."""
     traced = workload.meta.block_size
-    if traced is None or traced % block_size == 0:
+    if traced is None or traced % block_size == 0 or block_size % traced == 0:
         return
     choices = [str(size) for size in range(traced, 0, -1) if traced % size == 0]
     raise SimError(
-        f"blocks of {block_size} tokens do not divide the {traced} prompt tokens that a prefix id of "
-        f"{workload.meta.name!r} stands for (choices: {', '.join(choices)})"
+        f"blocks of {block_size} tokens and the {traced} prompt tokens that a prefix id of {workload.meta.name!r} stands "
+        f"for do not divide one another (choices: {', '.join(choices)}, or a multiple of {traced})"
     )

@@ -173,6 +173,32 @@ class Compression(Protocol):
     def join(self) -> Join:
         """When a compressed request decodes again."""
 
+    # What follows is for the engine's scorers alone (compressed-paged-attention, sections 3 and 4).
+
+    @property
+    def sink(self) -> int:
+        """First cache positions that are always kept."""
+
+    @property
+    def redundancy_lambda(self) -> float:
+        """Weight of attention against redundancy."""
+
+    @property
+    def temperature(self) -> float:
+        """Of the softmax over redundancy."""
+
+    @property
+    def decay(self) -> float:
+        """Of the score history at every further compression."""
+
+    @property
+    def pool_size(self) -> int:
+        """Neighbours whose highest score a token takes at a first compression; odd."""
+
+    @property
+    def threshold(self) -> float:
+        """Similarity strictly above which two keys are alike."""
+
 
 @dataclass(frozen=True)
 class Policy:

@@ -41,7 +41,7 @@ MISUSE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("replay", "synth:amc23?seed=1&seed=2"), "seed stands twice"),
     (("replay", "synth:amc23?arrivals=poison:3"), "unknown arrivals 'poison' (did you mean poisson?)"),
     (("replay", "synth:fixed?arrivals=poisson:3"), "write rate_per_s=... instead of arrivals"),
-    (("replay", "synth:chat?num_requests=5"), "blocks of 256 tokens do not divide the 16 prompt tokens"),
+    (("replay", "synth:chat?num_requests=5", "--block-size", "24"), "do not divide one another (choices: 16, 8"),
     (("compare", SMALL), "Missing option '--policy'"),
     (("compare", SMALL, "-p", "hybrid", "-p", "hybrid"), "a policy is named twice"),
     (("compare", SMALL, "-p", "hybrid", "-p", "hybrd"), "did you mean 'hybrid'?"),
