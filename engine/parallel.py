@@ -37,9 +37,10 @@ class Parallel:
         if self.size == 1:
             return part
         part = part.contiguous()
-        parts = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
+        num_rows, num_columns = part.shape
+        parts = torch.empty(self.size * num_rows, num_columns, dtype=part.dtype, device=part.device)
         dist.all_gather_into_tensor(parts, part, group=self.group)
-        return parts.permute(1, 0, 2).reshape(part.shape[0], -1)
+        return parts.view(self.size, num_rows, num_columns).transpose(0, 1).reshape(num_rows, -1)
 
     def vocab_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary on each process; the last process's may be partly padding."""

@@ -12,7 +12,8 @@ from engine.model import Decoder
 from engine.parallel import Parallel
 from engine.torch_layers import TorchSteps
 from engine.weights import allocate, fill, read_safetensors, safetensors_files
-from tests.engine.tiny_models import TINY, DenseContext, save_tiny
+from tests.engine.dense_context import DenseContext
+from tests.engine.tiny_models import TINY, save_tiny
 
 CPU = torch.device("cpu")
 

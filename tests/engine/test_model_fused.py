@@ -11,9 +11,10 @@ import torch
 from engine import torch_layers
 from engine.layers import AttentionContext, HeadShape, StoredAttentionContext, StoreDestination
 from engine.model import Decoder
+from tests.engine.dense_context import DenseContext, causal_attention
 from tests.engine.kernel_cases import INTERPRETED
 from tests.engine.test_model import load, random_ids
-from tests.engine.tiny_models import DenseContext, causal_attention, save_tiny
+from tests.engine.tiny_models import save_tiny
 
 pytest.importorskip("triton")
 fused = pytest.importorskip("engine.fused")

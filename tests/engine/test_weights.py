@@ -19,8 +19,9 @@ from engine.loading import load_model
 from engine.model import Decoder
 from engine.tokenizer import Tokenizer
 from engine.weights import safetensors_files
+from tests.engine.dense_context import DenseContext
 from tests.engine.test_model import expected_logits, random_ids
-from tests.engine.tiny_models import DenseContext, edit_config, save_tiny
+from tests.engine.tiny_models import edit_config, save_tiny
 
 
 def logits_of(loaded: loading.LoadedModel, ids: torch.Tensor) -> torch.Tensor:
