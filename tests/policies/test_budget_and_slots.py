@@ -7,7 +7,9 @@ import pytest
 from policies.budget import Adaptive, Fixed, Unlimited
 from policies.core.errors import ConfigError
 from policies.core.events import Kind
+from policies.core.giving_way import preempt
 from policies.core.limits import Limits
+from policies.core.plan import StepPlan
 from policies.core.policy import PoolView
 from policies.core.slot_table import SlotTable
 from policies.spec import load_policy
@@ -70,6 +72,23 @@ def test_growth_never_sets_aside_more_than_the_pool() -> None:
     run = drive(Case(policy, replace(LIMITS, num_blocks=10), jobs))
     laws.liveness(run)
     laws.same_decisions(run, drive(run.case, fast=True))
+
+
+def test_a_window_that_was_missed_is_computed_again_with_the_prompt() -> None:
+    """A grows past its window without a slot; given up and recomputed, its queries are there again: it can compress."""
+    house = Stage(load_policy(f"{ADAPTIVE},num_slots=1"), LIMITS)
+    house.submit("X", 2, 15)
+    request = house.submit("A", 4, 40)
+    while request.missed_window < 0:
+        house.step()
+    assert (request.missed_window, len(request.table), request.slot) == (3, 3, -1)
+    preempt(house.scheduler.state, StepPlan(0), request)
+    house.scheduler._requeue(request)
+    assert request.missed_window == -1
+    while request.line < 0:
+        house.step()
+    assert request.slot >= 0, "its last tokens are in the window: it comes back with a slot"
+    assert house.scheduler.state.blocks_with_slot(request) == len(request.table)
 
 
 # slots
