@@ -33,8 +33,10 @@ class ByScore:
 
     def __post_init__(self) -> None:
         """Raise ValueError on a number outside its range."""
-        if self.window < 1 or self.sink < 0:
-            raise ValueError(f"window must be 1 token or more and sink 0 or more, not {self.window} and {self.sink}")
+        if self.window < 1:
+            raise ValueError(f"window must be 1 token or more, not {self.window}")
+        if self.sink < 0:
+            raise ValueError(f"sink must be 0 tokens or more, not {self.sink}")
         for name in ("redundancy_lambda", "decay", "threshold"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in 0..1, not {getattr(self, name)}")

@@ -119,6 +119,6 @@ def check_blocks(workload: Workload, block_size: int) -> None:
         return
     choices = [str(size) for size in range(traced, 0, -1) if traced % size == 0]
     raise SimError(
-        f"blocks of {block_size} tokens and the {traced} prompt tokens that a prefix id of {workload.meta.name!r} stands "
-        f"for do not divide one another (choices: {', '.join(choices)}, or a multiple of {traced})"
+        f"blocks of {block_size} tokens and the {traced} prompt tokens that a prefix id of {workload.meta.name!r} "
+        f"stands for do not divide one another (choices: {', '.join(choices)}, or a multiple of {traced})"
     )
