@@ -73,6 +73,8 @@ class Engine:
     scheduler: Scheduler
     sampler: StepSampler
     compression: CompressionStream | None
+    runner: Runner
+    uses_graphs: bool
     loop: EngineLoop
     steps: StepLog
 
@@ -116,7 +118,7 @@ def build_engine(
     runner = Runner(loaded.model, cache, kernels, compression, sampler, scheduler, graphs)
     steps = StepLog(scheduler)
     loop = EngineLoop(scheduler, runner, sampler, steps, overlap=settings.overlap, clock=time.perf_counter_ns)
-    return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, loop, steps)
+    return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, runner, graphs, loop, steps)
 
 
 def _compression_settings(policy: Policy, seed: int) -> CompressionSettings:

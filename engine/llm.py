@@ -84,7 +84,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several, through the model's chat template. Raises as `generate`, and ModelError."""
+        """Answer a conversation, or several, by the model's chat template; raises as `generate`, and ModelError."""
         return self.generate(self.chat_prompts(messages), params)
 
     def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Prompt]:

@@ -136,8 +136,8 @@ class EngineLoop:
             self.drain()
             self._collect(None)
             return False
-        self._steps.plan(plan)
         current = _UnderWay(plan, self._runner.execute(plan), self.now_ns())
+        self._steps.plan(plan)
         self._under_way.append(current)
         if self._overlap and not self._num_may_stop and not current.result.failed:
             while len(self._under_way) > 1:

@@ -90,6 +90,7 @@ class Runner:
         )
         self._graphs: DecodeGraphs | None = None
         self._bound = 0
+        self.swapped_tokens = 0  # cache positions copied to the host and back
         self._member_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         if use_graphs:
             sizes = graph_sizes(limits.max_running)
@@ -136,6 +137,7 @@ class Runner:
     def _run_swaps(self, plan: StepPlan) -> None:
         for task in plan.swaps:
             request = task.request
+            self.swapped_tokens += len(task.blocks) * self._cache.shape.block_size
             if task.out:
                 tokens = self.token_ids(request.number)
                 self._swap.out(

@@ -1,6 +1,7 @@
 """From a prompt and sampling parameters to a sequence in the loop: the door that every caller of the engine uses."""
 
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 from engine.build import Engine
 from engine.errors import EngineError
@@ -17,13 +18,15 @@ def submit(
     params: SamplingParams,
     *,
     copy: int = 0,
+    with_text: bool = True,
     on_piece: Callable[[Piece], None] | None = None,
     arrival_ns: int | None = None,
 ) -> Sequence:
     """Hand one output of one request to the engine.
 
     `asked` says what the scheduler is told (its length limits count, not `params.max_tokens`); an output of forced
-    length never stops earlier. `copy` is which of `params.n` outputs this is. A request that can never be served comes
+    length never stops earlier. `copy` is which of `params.n` outputs this is; without `with_text` (and stop strings) tokens are not
+    turned into text. A request that can never be served comes
     back closed, refused, with the reason in `request.message`.
     """
     eos = engine.loaded.eos_token_ids
@@ -38,7 +41,7 @@ def submit(
             f"stop strings {list(params.stop_strings)} need a tokenizer, and model {engine.loaded.config.name!r} has "
             "none; stop_token_ids work"
         )
-    output = Output(params, eos, tokenizer)
+    output = Output(params, eos, tokenizer if with_text or params.stop_strings else None)
     return engine.loop.submit(
         asked, list(prompt_ids), params, output, may_stop=may_stop, copy=copy, on_piece=on_piece, arrival_ns=arrival_ns
     )

@@ -1,0 +1,157 @@
+"""An engine's run written down: the same tables as a simulation's, with measured times, and what was asked."""
+
+import platform
+import time
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.build import Engine
+from policies.core.events import Int64Array
+from policies.core.request import Request
+from policies.record import block_columns, event_columns, names, request_columns
+from policies.spec import policy_digest, policy_to_toml
+from traces.asked import AskedFile
+from traces.recording import FolderRecorder, MemoryRecorder, Recorder
+from traces.run import Run, load_run
+from traces.workload import TraceRequest
+
+ROWS_AT_ONCE = 50_000  # ended requests
+PACKAGES = ("zipage-lab", "torch", "triton", "transformers", "numpy", "pyarrow")
+
+
+class EngineRecorder:
+    """Writes what an engine does. Made before the engine, whose scheduler needs `sink`; opened when it is there."""
+
+    def __init__(self) -> None:
+        self.asked: list[TraceRequest] = []  # where no folder holds them
+        self._recorder: Recorder | None = None
+        self._memory: MemoryRecorder | None = None
+        self._folder: Path | None = None
+        self._file: AskedFile | None = None
+        self._engine: Engine | None = None
+        self._ended: list[tuple[Request, int]] = []
+        self._opened = 0.0
+
+    def sink(self, rows: Int64Array, blocks: Int64Array) -> None:
+        """Receives the scheduler's journal."""
+        assert self._recorder is not None, "the scheduler has decided something before the recorder was opened"
+        self._recorder.write("events", event_columns(rows))
+        self._recorder.write("blocks", block_columns(rows, blocks))
+
+    def open(self, engine: Engine, out: Path | None, workload: dict[str, Any], prefix_block_size: int | None) -> None:
+        """Begin: into a new or empty folder `out`, or in memory. `workload` says where the requests come from.
+
+        Raises RecordingError when the folder holds something.
+        """
+        manifest = _manifest(engine) | workload | {"prefix_block_size": prefix_block_size}
+        self._engine, self._folder = engine, out
+        if out is None:
+            self._recorder = self._memory = MemoryRecorder(manifest)
+        else:
+            self._recorder = FolderRecorder(out, manifest)
+            self._file = AskedFile(out)
+        self._opened = time.perf_counter()
+
+    def submitted(self, asked: TraceRequest) -> None:
+        """Note a request that has just been handed to the scheduler; every one, in that order."""
+        if self._file is not None:
+            self._file.write(asked)
+        else:
+            self.asked.append(asked)
+
+    def collect(self) -> int:
+        """Take in who has ended since last time; returns how many. Call it at step boundaries."""
+        assert self._engine is not None
+        loop = self._engine.loop
+        ended, loop.ended = loop.ended, []
+        self._ended += ended
+        if len(self._ended) > ROWS_AT_ONCE:
+            self._write_requests()
+        if self._engine.steps.large:
+            loop.drain()
+            self._write_steps()
+        return len(ended)
+
+    def close(self, stopped_by: str | None = None) -> Run:
+        """The run is over (`stopped_by`: before its end, by that): write what is left and return it."""
+        engine, recorder = self._engine, self._recorder
+        assert engine is not None
+        assert recorder is not None
+        engine.loop.drain()
+        wall_s = time.perf_counter() - self._opened
+        self.collect()
+        self._write_steps()
+        alive = list(engine.scheduler.live())
+        for request in alive:
+            engine.scheduler.state.decoding.settle_if_member(request)
+        self._ended += [(request, -1) for request in alive]
+        self._write_requests()
+        results = {
+            "digest": engine.scheduler.digest(),
+            "num_steps": engine.scheduler.next_step,
+            "compression_work_s": engine.compression.work_seconds() if engine.compression is not None else 0.0,
+            "swapped_tokens": engine.runner.swapped_tokens,
+            "wall_s": wall_s,
+        }
+        if self._file is not None:
+            self._file.close()
+        recorder.close(complete=stopped_by is None, **results, **({"stopped_by": stopped_by} if stopped_by else {}))
+        run = Run(self._memory) if self._folder is None and self._memory is not None else load_run(self._folder or "")
+        if stopped_by is None:
+            recorder.close(summary=run.summary)
+        return run
+
+    def _write_requests(self) -> None:
+        assert self._recorder is not None
+        if self._ended:
+            requests, steps = zip(*self._ended, strict=True)
+            self._recorder.write("requests", request_columns(requests, steps))
+            self._ended.clear()
+
+    def _write_steps(self) -> None:
+        assert self._recorder is not None
+        assert self._engine is not None
+        columns = self._engine.steps.take()
+        if columns is not None:
+            self._recorder.write("steps", columns)
+
+
+def _manifest(engine: Engine) -> dict[str, Any]:
+    settings, device = engine.settings, engine.cache.k.device
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return {
+        "source": "engine",
+        "policy": engine.policy.name,
+        "policy_toml": policy_to_toml(engine.policy),
+        "policy_digest": policy_digest(engine.policy),
+        "gpu": card,
+        "model": engine.loaded.config.name,
+        "limits": asdict(engine.limits),
+        "num_blocks": engine.limits.num_blocks,
+        "block_size": engine.limits.block_size,
+        "cost": {"source": "measured"},
+        "engine": {
+            "model": settings.model,
+            "dtype": str(engine.cache.k.dtype).removeprefix("torch."),
+            "kernels": settings.kernels,
+            "variant": settings.variant,
+            "cuda_graphs": engine.uses_graphs,
+            "overlap": settings.overlap,
+            "seed": settings.seed,
+        },
+        "length_multiplier": 1.0,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        **names(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

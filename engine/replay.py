@@ -1,0 +1,177 @@
+"""Replay a workload on the engine: the twin of `sim.replay`, with real tokens and measured times."""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.build import Engine, EngineSettings, build_engine, synthetic_prompt
+from engine.loading import LoadedModel
+from engine.record import EngineRecorder
+from engine.sampling_params import SamplingParams
+from engine.submitting import submit
+from traces.reshape import with_token_ids
+from traces.run import Run
+from traces.workload import TraceRequest, Workload
+
+NS_PER_S = 1_000_000_000
+LONGEST_NAP_S = 0.05
+IDLE_S = 0.0005
+Progress = Callable[[int, int, int], None]  # (requests ended, requests in all, ns since the start)
+FORCED = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How a workload is played.
+
+    Attributes:
+        at_once: everything is there at the start, whatever the trace's arrival times.
+        live: the trace's output length is only the most; what `params` says may stop an output earlier.
+        params: how tokens are drawn, and (with `live`) what stops an output. Its `n` and `max_tokens` do not count.
+        seed: of prompts that are made up.
+    """
+
+    at_once: bool = False
+    live: bool = False
+    params: SamplingParams = FORCED
+    seed: int = 0
+
+
+PLAIN = ReplaySettings()
+
+
+@dataclass
+class Replayed:
+    """A run, what was asked of the scheduler by request number, and the output tokens by request id."""
+
+    run: Run
+    asked: Sequence[TraceRequest]
+    token_ids: dict[str, list[int]]
+
+
+def replay(
+    workload: Workload,
+    settings: EngineSettings,
+    how: ReplaySettings = PLAIN,
+    *,
+    loaded: LoadedModel | None = None,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> Replayed:
+    """Run a workload on the engine; with `out` it is also written there as a recording.
+
+    Prompts are the trace's token ids (modulo the vocabulary, where they come from a larger one), or made from its
+    block ids, or random: equal prefixes stay equal. `progress` is called at step boundaries; what it raises ends the
+    run, whose recording is then readable and marked as incomplete.
+    """
+    recorder = EngineRecorder()
+    engine = build_engine(settings, loaded, recorder.sink, workload.meta.block_size)
+    prompts = Prompts(workload, engine.loaded.config.vocab_size, how.seed)
+    recorder.open(engine, out, _origin(workload, how, prompts.notes), workload.meta.block_size)
+    player = _Player(engine, recorder, workload, prompts, how)
+    try:
+        player.run(progress)
+    except BaseException as error:
+        recorder.close(stopped_by=type(error).__name__)
+        raise
+    return Replayed(recorder.close(), recorder.asked, player.token_ids)
+
+
+class Prompts:
+    """Token ids for every request of a workload, in a vocabulary; `notes` says what had to be made up or bent."""
+
+    def __init__(self, workload: Workload, vocab_size: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self.notes: list[str] = []
+        blocks = any(request.prefix_ids is not None for request in workload)
+        self._made = with_token_ids(workload, seed, 0, vocab_size).requests if blocks else workload.requests
+        if blocks:
+            self.notes.append(f"token ids made from block ids, seed {seed}")
+        if any(max(request.prompt_ids or (0,)) >= vocab_size for request in workload):
+            self.notes.append(f"token ids taken modulo {vocab_size}")
+        if any(request.prompt_ids is None and request.prefix_ids is None for request in workload):
+            self.notes.append(f"random token ids where the trace has none, seed {seed}")
+
+    def of(self, place: int, asked: TraceRequest) -> list[int]:
+        """The prompt of the request at `place` in the workload."""
+        found = asked.prompt_ids if asked.prompt_ids is not None else self._made[place].prompt_ids
+        if found is not None:
+            return [token % self._vocab_size for token in found]
+        own = hashlib.sha256(f"{self._seed}:{asked.id}".encode()).digest()
+        return synthetic_prompt(int.from_bytes(own[:7], "little"), asked.prompt_tokens, self._vocab_size)
+
+
+class _Player:
+    """Hands requests in when their time has come and steps the loop until all have ended."""
+
+    def __init__(
+        self, engine: Engine, recorder: EngineRecorder, workload: Workload, prompts: Prompts, how: ReplaySettings
+    ) -> None:
+        self._engine = engine
+        self._recorder = recorder
+        self._prompts = prompts
+        self._how = how
+        self._pending = deque(enumerate(workload))
+        self._num_requests = len(workload)
+        self._num_ended = 0
+        self.token_ids: dict[str, list[int]] = {}
+
+    def run(self, progress: Progress | None) -> None:
+        """Play everything."""
+        loop, scheduler = self._engine.loop, self._engine.scheduler
+        loop.start_clock()
+        while True:
+            self._hand_in(loop.now_ns())
+            stepped = loop.step()
+            self._num_ended += self._recorder.collect()
+            if progress is not None:
+                progress(self._num_ended, self._num_requests, loop.now_ns())
+            if stepped:
+                continue
+            if self._pending:
+                left_s = (self._due_ns(self._pending[0][1]) - loop.now_ns()) / NS_PER_S
+                time.sleep(IDLE_S if scheduler.state.requests else min(max(left_s, 0.0), LONGEST_NAP_S))
+            elif scheduler.state.requests:
+                time.sleep(IDLE_S)  # a compression is under way and nothing else is to do
+            else:
+                break
+        loop.drain()
+
+    def _due_ns(self, asked: TraceRequest) -> int:
+        return 0 if self._how.at_once else round((asked.arrival_s or 0.0) * NS_PER_S)
+
+    def _hand_in(self, now_ns: int) -> None:
+        while self._pending and (due_ns := self._due_ns(self._pending[0][1])) <= now_ns:
+            place, asked = self._pending.popleft()
+            prompt = self._prompts.of(place, asked)
+            told = self._told(asked, prompt)
+            sequence = submit(self._engine, told, prompt, self._how.params, with_text=False, arrival_ns=due_ns)
+            self._recorder.submitted(told)
+            self.token_ids[asked.id] = sequence.output.token_ids
+
+    def _told(self, asked: TraceRequest, prompt: list[int]) -> TraceRequest:
+        """The request as the scheduler is told of it."""
+        told = asked if asked.prompt_ids is None else replace(asked, prompt_ids=tuple(prompt))
+        if not self._how.live:
+            return told
+        known = [value for value in (asked.max_tokens, asked.output_tokens) if value is not None]
+        return replace(told, output_tokens=None, max_tokens=min(known, default=None))
+
+
+def _origin(workload: Workload, how: ReplaySettings, notes: Sequence[str]) -> dict[str, Any]:
+    meta = workload.meta
+    changes = [*meta.modifications, *notes, *(["all at once"] if how.at_once else [])]
+    return {
+        "workload": {
+            "name": meta.name,
+            "source": meta.source,
+            "num_requests": len(workload),
+            "modifications": changes + (["outputs may stop early"] if how.live else []),
+        },
+        "workload_sha256": workload.sha256,
+    }
