@@ -181,8 +181,8 @@ def strips_figure(pools: Mapping[str, Occupancy]) -> go.Figure:
 
 
 def sweep_map(rows: pd.DataFrame, x: str, y: str, value: str) -> go.Figure:
-    """A map of a figure over two swept parameters; other parameters are averaged over, empty cells were not run."""
-    cells = rows.pivot_table(index=y, columns=x, values=value, aggfunc="mean").iloc[:60, :60]
+    """A map of a figure over two swept parameters; others are averaged over; a gap failed or was not run."""
+    cells = rows.pivot_table(index=y, columns=x, values=value, aggfunc="mean", dropna=False).iloc[:60, :60]
     figure = go.Figure(
         go.Heatmap(
             x=[str(name) for name in cells.columns],

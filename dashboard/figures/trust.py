@@ -123,8 +123,9 @@ def _spread_out(errors: StepErrors) -> "np.ndarray[tuple[int], np.dtype[np.intp]
     if count <= NUM_POINTS:
         return np.arange(count)
     worst = np.argsort(-np.nan_to_num(np.abs(errors.relative)))[: NUM_POINTS // 4]
-    even = np.linspace(0, count - 1, NUM_POINTS - len(worst)).astype(np.intp)
-    return np.unique(np.concatenate((worst, even)))
+    others = np.setdiff1d(np.arange(count), worst)
+    even = others[np.linspace(0, len(others) - 1, NUM_POINTS - len(worst)).astype(np.intp)]
+    return np.sort(np.concatenate((worst, even)))
 
 
 def around(events: pa.Table, manifest: Mapping[str, Any], index: int) -> pd.DataFrame:

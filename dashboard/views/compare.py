@@ -132,7 +132,7 @@ def _sweep(rows: pd.DataFrame, parameters: list[str], figures: list[str]) -> Non
     if across == up:
         rows = rows.assign(**{" ": ""})
         up = " "
-    draw(sweep_map(rows, str(across), str(up), str(value)), "sweep", "A figure over two swept parameters")
+    draw(sweep_map(rows, str(across), str(up), str(value)), "sweep-map", "A figure over two swept parameters")
     if "ttft_s_p99" in rows and "tokens_per_s" in rows:
         points = {
             ", ".join(f"{name} {row[name]}" for name in parameters): (row["ttft_s_p99"], row["tokens_per_s"])

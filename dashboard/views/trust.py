@@ -101,12 +101,15 @@ def _verdict(one: Recording, other: Recording, difference: Difference | None) ->
         }
     )
     st.dataframe(rows, hide_index=True)
-    if difference is None and digests[0] == digests[1]:
+    ended_early = difference is not None and None in (difference.left, difference.right)
+    if ended_early and not (one.complete and other.complete):
+        st.info("Both runs decided alike as far as both are written; one of them has not come to its end.")
+    elif difference is None and digests[0] == digests[1]:
         st.success("Same digest: both runs decided alike from the first step to the last.")
     elif difference is None:
         st.warning("Every event is the same, but the digests differ: one of the recordings was changed or cut off.")
     else:
-        st.error(f"The runs part in step {difference.step:,}, at event {difference.index:,}.")
+        st.warning(f"The runs part in step {difference.step:,}, at event {difference.index:,}.")
 
 
 def _side_by_side(one: Recording, other: Recording, difference: Difference) -> None:

@@ -1,0 +1,30 @@
+"""The dashboard in Streamlit's own test harness: no browser, every script run for real."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "dashboard" / "streamlit_app.py"
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, roots: list[Path], **query: str) -> AppTest:
+    """The page for these folders and this address, drawn once."""
+    monkeypatch.setattr(sys, "argv", ["streamlit_app.py", *map(str, roots)])
+    app = AppTest.from_file(str(SCRIPT), default_timeout=60)
+    for name, value in query.items():
+        app.query_params[name] = value
+    return app.run()
+
+
+def words(app: AppTest) -> str:
+    """All that the page says."""
+    kinds = (app.markdown, app.caption, app.info, app.warning, app.error, app.success, app.subheader, app.title)
+    return "\n".join(str(element.value) for kind in kinds for element in kind)
+
+
+def charts(app: AppTest) -> list[str]:
+    """The figures of the page as JSON."""
+    return [element.proto.spec for element in app.get("plotly_chart")]
