@@ -34,9 +34,12 @@ def paged_attention(
     """
     if attention_context is None:
         raise ModelError(f"{type(module).__name__} does not pass the attention context on; it cannot be run paged")
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if others.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} needs {name}={others[name]!r}, which paged attention lacks")
+    lacking: dict[str, Any] = {name: others[name] for name in ("softcap", "s_aux") if others.get(name) is not None}
+    window = others.get("sliding_window")
+    if window is not None and window < getattr(module.config, "max_position_embeddings", math.inf):
+        lacking["sliding_window"] = window
+    for name, value_given in lacking.items():
+        raise ModelError(f"{type(module).__name__} needs {name}={value_given!r}, which paged attention lacks")
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if keys.shape[-1] != values.shape[-1]:
         raise ModelError(
