@@ -11,6 +11,7 @@ from policies.core.giving_way import preempt
 from policies.core.limits import Limits
 from policies.core.plan import StepPlan
 from policies.core.policy import PoolView
+from policies.core.request import Phase
 from policies.core.slot_table import SlotTable
 from policies.spec import load_policy
 from tests.policies import laws
@@ -89,6 +90,20 @@ def test_a_window_that_was_missed_is_computed_again_with_the_prompt() -> None:
         house.step()
     assert request.slot >= 0, "its last tokens are in the window: it comes back with a slot"
     assert house.scheduler.state.blocks_with_slot(request) == len(request.table)
+
+
+def test_a_slot_given_in_a_missed_window_covers_one_block_more() -> None:
+    """Full, it cannot be compressed yet: it takes one more block first, which must be set aside."""
+    house = Stage(load_policy(f"{ADAPTIVE},num_slots=1"), LIMITS)
+    house.submit("X", 4, 8)
+    request = house.submit("A", 4, 40)
+    while request.slot < 0:
+        house.step()
+    assert request.missed_window == len(request.table) == 3
+    assert house.scheduler.state.slots.peak(request.slot) == 4
+    while not request.compressions:
+        house.step()
+    assert request.missed_window == -1
 
 
 # slots
@@ -209,3 +224,15 @@ def test_without_host_memory_a_compressed_request_is_left_alone() -> None:
     laws.liveness(run)
     names = {request.id: request for request in run.requests}
     assert (names["B"].preemptions, names["A"].preemptions) == (0, 1)
+
+
+def test_a_request_that_comes_back_from_host_memory_is_asked_about_a_free_slot() -> None:
+    """Prefill first: the slot is handed out in the step that brings it back, when it cannot be asked yet."""
+    house = Stage(load_policy(f"{SWAPS},watermark_share=0.0,batching=prefill-first"), Limits(4, 4, 64, 16, 99, 20))
+    house.submit("X", 4, 10)
+    request = house.submit("A", 4, 12)
+    while not request.swaps:
+        house.step()
+    while request.phase is not Phase.DECODE:
+        house.step()
+    assert request.slot >= 0
