@@ -2,13 +2,24 @@
 
 import io
 import re
+import shutil
+import tempfile
+import weakref
 import zipfile
 from pathlib import Path
 
 from traces.recording import TABLES, Recording, RecordingError
 
 MOST_BYTES = 1_000_000_000  # unpacked
-_NAME = re.compile(r"(?:[^/\\]+/)?(manifest\.json|(?:" + "|".join(TABLES) + r")/\d{5}\.parquet)")
+_NAME = re.compile(r"(?:[^/\\.][^/\\]*/)?(manifest\.json|(?:" + "|".join(TABLES) + r")/\d{5}\.parquet)")
+
+
+class Unpacked:
+    """A folder for one session's uploads; it goes when nobody holds this any more, at the latest with the process."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="zlab-upload-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
 
 def pack(folder: Path) -> bytes:

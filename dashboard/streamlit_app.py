@@ -1,7 +1,6 @@
 """The dashboard: `streamlit run dashboard` (after `--`: folders with recordings, `runs` if none is given)."""
 
 import sys
-import tempfile
 from io import BytesIO
 from pathlib import Path
 
@@ -88,8 +87,8 @@ def _forget_selection() -> None:
 
 def _uploads() -> list[Path]:
     """The folder of recordings that this session uploaded, if any."""
-    folder = st.session_state.get("uploads")
-    return [Path(folder.name)] if folder is not None else []
+    uploads: archive.Unpacked | None = st.session_state.get("uploads")
+    return [uploads.folder] if uploads is not None else []
 
 
 def _upload() -> None:
@@ -99,9 +98,9 @@ def _upload() -> None:
         return
     st.session_state["unpacked"].add(file.file_id)
     if st.session_state.get("uploads") is None:
-        st.session_state["uploads"] = tempfile.TemporaryDirectory(prefix="zlab-upload-")
+        st.session_state["uploads"] = archive.Unpacked()
     with told(file.name):
-        target = Path(st.session_state["uploads"].name) / f"uploaded-{Path(file.name).stem[:60]}-{file.file_id[:6]}"
+        target = st.session_state["uploads"].folder / f"uploaded-{Path(file.name).stem[:60]}-{file.file_id[:6]}"
         archive.unpack(file.getvalue(), target)
         st.rerun()
 
