@@ -138,7 +138,8 @@ def _enter_line(state: State, request: Request) -> None:
 def _start_prefill(state: State, request: Request, hits: list[int], num_new: int) -> None:
     """Give the request its whole table: matched blocks, then fresh ones."""
     _enter_line(state, request)
-    state.waiting.charge(request, request.total_tokens)
+    if not request.preemptions:  # what is computed again is no service to the session
+        state.waiting.charge(request, request.prompt_tokens)
     size = state.limits.block_size
     adopt(state, request, hits)
     fresh = state.pool.take(num_new)
