@@ -7,7 +7,7 @@ import torch
 
 from engine.cache import CacheShape, PagedCache, blocks_that_fit
 from engine.compressing import CompressionStream
-from engine.errors import EngineError
+from engine.errors import EngineError, nearest
 from engine.kernels.choice import find_kernels
 from engine.kernels.workspace import CompressionShape, CompressionWorkspace
 from engine.loading import LoadedModel, default_dtype, load_model
@@ -25,6 +25,7 @@ from policies.steplog import StepLog
 GRAPH_RESERVE_BYTES = 2 << 30
 HOST_CACHE_BYTES = 1 << 30  # for keys and values where the model runs on the CPU
 MOST_COMPRESSED_AT_ONCE = 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class EngineSettings:
     host_blocks: int = 0
     memory_share: float = 0.9
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | str | None = None
     variant: str | None = None
     kernels: str | None = None
     use_graphs: bool | None = None
@@ -90,9 +91,9 @@ def build_engine(
     Raises EngineError, ModelError, PolicyError or ConfigError with what does not fit together.
     """
     policy = load_policy(settings.policy) if isinstance(settings.policy, str) else settings.policy
-    device = torch.device(settings.device)
-    loaded = loaded or load_model(settings.model, device=device, dtype=settings.dtype, variant=settings.variant)
-    dtype = settings.dtype or default_dtype(device)
+    device = find_device(settings.device)
+    dtype = find_dtype(settings.dtype) or default_dtype(device)
+    loaded = loaded or load_model(settings.model, device=device, dtype=dtype, variant=settings.variant)
     limits = _limits(settings, loaded, policy, dtype, device)
     scheduler = Scheduler(policy, limits, sink, prefix_block_size=prefix_block_size)
     slots = scheduler.state.slots.num_slots
@@ -134,6 +135,23 @@ def _compression_settings(policy: Policy, seed: int) -> CompressionSettings:
         threshold=answer.threshold,
         seed=seed,
     )
+
+
+def find_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of that name. Raises EngineError with the choices."""
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise EngineError(f"unknown dtype {name!r}{nearest(name, DTYPES)} (choices: {', '.join(DTYPES)})")
+    return DTYPES[name]
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, if it is there. Raises EngineError with the choices."""
+    there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if name not in (*there, "cuda") or (name == "cuda" and len(there) == 1):
+        raise EngineError(f"no device {name!r} here (choices: {', '.join(there)})")
+    return torch.device(name)
 
 
 def _limits(

@@ -109,6 +109,9 @@ ROWS: Mapping[str, ModelConfig] = {
             "smollm2-135m", "llama", 30, 576, 1536, 9, 3, 64, 49_152, True, 8192, 1e-5, Rope(100_000.0),
             eos_token_ids=(2,),
         ),
+        ModelConfig(  # no model's shape: the least that has every part, to see a scheduler decide on any machine
+            "tiny", "qwen3", 2, 32, 64, 4, 2, 16, 1024, True, 40_960, qk_norm=True, eos_token_ids=(2,),
+        ),
     )
 }  # fmt: skip
 

@@ -25,9 +25,9 @@ def submit(
     """Hand one output of one request to the engine.
 
     `asked` says what the scheduler is told (its length limits count, not `params.max_tokens`); an output of forced
-    length never stops earlier. `copy` is which of `params.n` outputs this is; without `with_text` (and stop strings) tokens are not
-    turned into text. A request that can never be served comes
-    back closed, refused, with the reason in `request.message`.
+    length never stops earlier. `copy` is which of `params.n` outputs this is; without `with_text` (and stop strings)
+    tokens are not turned into text. A request that can never be served comes back closed, refused, with the reason in
+    `request.message`.
     """
     eos = engine.loaded.eos_token_ids
     may_stop = bool((eos and not params.ignore_eos) or params.stop_token_ids or params.stop_strings)

@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
+from zlab.bench import bench
 from zlab.compare import compare
 from zlab.demo import demo
+from zlab.generate import generate
 from zlab.memory import memory
 from zlab.outcome import Command
+from zlab.parity import parity
 from zlab.policy import app as policy
 from zlab.replay import replay
 from zlab.sweep import sweep
@@ -27,6 +30,9 @@ app.command()(sweep)
 app.add_typer(policy, name="policy")
 app.command()(memory)
 app.command()(demo)
+app.command()(generate)
+app.command()(bench)
+app.command()(parity)
 app.add_typer(trace, name="trace")
 
 

@@ -57,13 +57,14 @@ def milliseconds(value: float | None) -> str:
     return MISSING if value is None else figure(value * 1000)
 
 
+SIMULATED = "simulated"  # what becomes "measured" in a run of the engine
 SCALARS: tuple[tuple[str, str, Any], ...] = (  # label, key of the summary, how it is shown
     ("output tokens/s", "tokens_per_s", figure),
     ("requests/s", "requests_per_s", figure),
     ("requests finished", "requests_finished", count),
     ("requests refused", "requests_refused", count),
     ("output tokens", "output_tokens", count),
-    ("simulated time, s", "makespan_s", figure),
+    (f"{SIMULATED} time, s", "makespan_s", figure),
     ("90 % of tokens out after, s", "seconds_to_90pct", figure),
     ("steps", "steps", count),
     ("preemptions", "preemptions", count),
@@ -90,7 +91,7 @@ MARKS = ("mean", "p50", "p90", "p99")
 def show_run(run: Run, workload: Workload, to: Console) -> None:
     """One run: what ran on what, its figures, and what is odd about it."""
     manifest, summary = run.manifest, run.summary
-    limits = manifest["limits"]
+    limits, simulated = manifest["limits"], manifest["source"] == "sim"
     to.print(
         f"[bold]{escape(manifest['policy'])}[/] on {manifest['gpu']} with {manifest['model']}: "
         f"{len(workload):,} requests of {escape(workload.meta.name)}",
@@ -102,7 +103,7 @@ def show_run(run: Run, workload: Workload, to: Console) -> None:
     )
     table = plain_table("", "value or mean", *MARKS[1:], "max")
     for label, key, show in SCALARS:
-        table.add_row(label, show(summary[key]))
+        table.add_row(label if simulated else label.replace(SIMULATED, "measured"), show(summary[key]))
     for label, key, show in DISTRIBUTIONS:
         table.add_row(label, *(show(summary[key][mark]) for mark in MARKS))
     for label, key, show in LEVELS:
@@ -128,7 +129,8 @@ def remarks(run: Run) -> list[str]:
     summary = run.summary
     speed = summary["output_tokens"] / summary["wall_s"] if summary["wall_s"] > 0 else 0.0
     lines.append(
-        f"simulated in {summary['wall_s']:.2f} s, {speed:,.0f} output tokens a second; digest {summary['digest'][:16]}"
+        f"{'simulated' if run.manifest['source'] == 'sim' else 'run'} in {summary['wall_s']:.2f} s, "
+        f"{speed:,.0f} output tokens a second; digest {summary['digest'][:16]}"
     )
     return lines
 
