@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 
 from engine.config import FAMILIES, ModelConfig, Rope
 from engine.errors import ModelError
+from engine.gguf_header import StoredTensor, read_header
 from engine.weights import NamedReader
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -32,14 +32,13 @@ class GgufFile:
             ModelError: not a GGUF file, or of another family.
         """
         self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {path} as GGUF: {error}") from error
+        header = read_header(path)
+        self._values, self._tensors = header.values, header.tensors
         self.family = str(self._value("general.architecture", ""))
         if self.family not in FAMILIES:
             raise ModelError(f"{path}: architecture {self.family!r}; GGUF files are read of {', '.join(FAMILIES)}")
-        self._tensors = {str(tensor.name): tensor for tensor in self._reader.tensors}
+        if "token_embd.weight" not in self._tensors:
+            raise ModelError(f"{path}: tensor 'token_embd.weight' is missing")
 
     def config(self, name: str) -> ModelConfig:
         """The decoder that the file describes.
@@ -59,7 +58,7 @@ class GgufFile:
             num_query_heads=query_heads,
             num_kv_heads=int(self._value(f"{self.family}.attention.head_count_kv", query_heads)),
             head_dim=int(self._value(f"{self.family}.attention.key_length", hidden // query_heads)),
-            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            vocab_size=self._tensors["token_embd.weight"].shape[0],
             tied_embeddings="output.weight" not in self._tensors,
             max_positions=self._number("context_length"),
             rms_norm_eps=float(self._value(f"{self.family}.attention.layer_norm_rms_epsilon", 1e-6)),
@@ -81,20 +80,16 @@ class GgufFile:
         for stored_name, tensor in self._tensors.items():
             if stored_name == ROPE_DIVISORS:
                 continue
-            # GGUF lists the fastest axis first. Llama's query and key rows are kept in the order of its own rotation,
-            # pair beside pair.
+            # Llama's query and key rows are kept in the order of its own rotation, pair beside pair.
             interleaved = heads.get(stored_name.split(".")[-2]) if self.family == "llama" else None
-            shape = tuple(int(extent) for extent in reversed(tensor.shape))
 
             def read(
-                axis: int, start: int, end: int, tensor: Any = tensor, num_heads: int | None = interleaved
+                axis: int, start: int, end: int, tensor: StoredTensor = tensor, num_heads: int | None = interleaved
             ) -> torch.Tensor:
-                values = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-                if num_heads is not None:
-                    values = _halves(values, num_heads)
-                return torch.from_numpy(np.require(values, requirements=("C", "W"))).narrow(axis, start, end - start)
+                values = tensor.values() if num_heads is None else _halves(tensor.values(), num_heads)
+                return torch.from_numpy(values).narrow(axis, start, end - start)
 
-            yield self._translated(stored_name), shape, read
+            yield self._translated(stored_name), tensor.shape, read
 
     def _translated(self, stored_name: str) -> str:
         *path, kind = stored_name.split(".")
@@ -114,7 +109,7 @@ class GgufFile:
         divisors = self._tensors.get(ROPE_DIVISORS)
         if divisors is None:
             return Rope(theta)
-        return Rope(theta, divisors=tuple(float(value) for value in divisors.data))
+        return Rope(theta, divisors=tuple(divisors.values().tolist()))
 
     def _number(self, key: str) -> int:
         value = self._value(f"{self.family}.{key}", None)
@@ -123,8 +118,7 @@ class GgufFile:
         return int(value)
 
     def _value(self, key: str, default: Any) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return self._values.get(key, default)
 
 
 def _halves(values: np.ndarray[Any, np.dtype[np.float32]], num_heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:

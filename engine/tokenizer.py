@@ -39,7 +39,8 @@ class Tokenizer:
             ModelError: it cannot be read.
         """
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
+            # Not AutoTokenizer: it reads the whole model's header several times over to arrive at this class.
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
                 path.parent, gguf_file=path.name, local_files_only=True
             )
         except (OSError, ValueError, KeyError) as error:

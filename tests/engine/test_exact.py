@@ -1,7 +1,10 @@
 """SmolLM2 in float32: the own decoder's greedy tokens are those of `transformers.generate`, one by one."""
 
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -31,10 +34,17 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def oracle() -> transformers.PreTrainedModel:
     path = bundled_gguf()
+    with pytest.MonkeyPatch.context() as patch:
+        # Transformers parses the file's header several times over, seconds each.
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        return _load(path)
+
+
+def _load(path: Path) -> transformers.PreTrainedModel:
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    return model.eval()  # type: ignore[no-untyped-call]
+    return model.eval()  # type: ignore[no-untyped-call, no-any-return]
 
 
 @pytest.fixture(scope="module")

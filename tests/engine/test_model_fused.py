@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import torch_layers
+from engine import draws, torch_layers
 from engine.layers import AttentionContext, HeadShape, StoredAttentionContext, StoreDestination
 from engine.model import Decoder
 from tests.engine.dense_context import DenseContext, causal_attention
@@ -190,3 +190,20 @@ def test_the_table_gives_the_next_larger_measured_rows() -> None:
     assert table.find(64, 192, gated=False, rows=129) is None
     assert table.find(64, 192, gated=True, rows=1) is None
     assert len(product_table.table_for("A card nobody measured")) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawing_in_one_pass_draws_the_same_tokens(dtype: torch.dtype) -> None:
+    fused_draw = pytest.importorskip("engine.fused_draw")
+    logits = values(13, 6, 5003, dtype=dtype)
+    assert fused_draw.most_probable(logits).tolist() == logits.argmax(dim=-1).tolist()
+    ties = torch.zeros(2, 9000, dtype=dtype, device=DEVICE)
+    ties[0, [7, 8191, 8999]] = 1.0
+    assert fused_draw.most_probable(ties).tolist() == [7, 0]
+    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 4.0], device=DEVICE)
+    noise = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0], device=DEVICE)
+    seeds = torch.tensor([0, 1, 2**62 + 5, 3, 2**33, 5], device=DEVICE)
+    for threshold in (None, torch.full((6,), 0.5, device=DEVICE)):
+        for place in (0, 1, 100_000):
+            settings = (logits, temperature, noise, seeds, torch.full_like(seeds, place), threshold)
+            assert fused_draw.draw(*settings).tolist() == draws.draw(*settings).tolist()
