@@ -103,6 +103,18 @@ def bench(
     )
     drawn = {"temperature": temperature, "ignore_eos": not stop_at_eos}
     how = {"at_once": at_once, "live": stop_at_eos, "seed": seed}
+    _run_and_report(settings, workload, how, drawn, out, perfetto, as_json)
+
+
+def _run_and_report(
+    settings: dict[str, Any],
+    workload: Workload,
+    how: dict[str, Any],
+    drawn: dict[str, Any],
+    out: Path | None,
+    perfetto: Path | None,
+    as_json: bool,
+) -> None:
     with TemporaryDirectory() as elsewhere, engine_room():
         folder = out if perfetto is None else out or Path(elsewhere) / "run"  # the trace is made from a recording
         run = watched_run(settings, workload, how, drawn, folder, as_json)
