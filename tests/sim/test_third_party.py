@@ -21,12 +21,16 @@ MEASURED = [
 ]
 
 
+KEYS = (
+    "prefill_steps", "decode_steps", "prefill_tokens", "preemptions", "running_max", "compressions",
+    "steps_to_90pct",
+)  # fmt: skip
+Row = tuple[str, str, int, int, int, int, int, int, int]
+
+
 @needs_shared
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row[0]}-{row[1]}")
-def test_counts_of_the_published_engines(row: tuple[str, str, int, int, int, int, int, int, int]) -> None:
+def test_counts_of_the_published_engines(row: Row) -> None:
     policy, name, *counts = row
     summary = simulate(read_trace(SHARED / "workloads" / f"{name}.jsonl"), policy, LIMITS).summary
-    keys = (
-        "prefill_steps", "decode_steps", "prefill_tokens", "preemptions", "running_max", "compressions", "steps_to_90pct"
-    )  # fmt: skip
-    assert [summary[key] for key in keys] == counts
+    assert [summary[key] for key in KEYS] == counts
