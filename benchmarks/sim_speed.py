@@ -85,7 +85,7 @@ def start_up_seconds() -> float:
 
 def crowd(num_requests: int) -> Workload:
     """Synthetic chat with much block churn: many short turns with growing prefixes."""
-    return chat(num_requests, Poisson(RATE), ChatShape(), seed=7)
+    return chat(num_requests, ChatShape(), Poisson(RATE), seed=7)
 
 
 def scaling(most: int) -> list[dict[str, Any]]:
