@@ -10,22 +10,37 @@ import torch
 
 from benchmarks.kernel_timing import COPY_BYTES_PER_S, READ_BYTES_PER_S, Bench, launch_name, relative_error
 from engine.compression_pipeline import compress
-from engine.kernels import torch_kernels, triton_compaction, triton_kernels, triton_scores, triton_select
+from engine.kernels import (
+    torch_kernels,
+    triton_compaction,
+    triton_kernels,
+    triton_lightning,
+    triton_scores,
+    triton_select,
+)
 from engine.kernels.batch import CompressionBatch, CompressionRequest, lay_out
 from engine.kernels.triton_common import Launch
 from engine.kernels.workspace import CompressionShape, CompressionWorkspace, Scratch
 from engine.scorers import CompressionSettings
 
-FIRST_PASS_CANDIDATES = (
-    triton_scores.FIRST_PASS,
-    Launch(tile=64, num_warps=8, num_stages=1),
-    Launch(tile=64, num_warps=8, num_stages=2, max_registers=128),
-    Launch(tile=64, num_warps=16, num_stages=1),
-    Launch(tile=64, num_warps=16, num_stages=2),
-    Launch(tile=32, num_warps=8, num_stages=1, max_registers=128),
-    Launch(tile=128, num_warps=16, num_stages=1),
+LIGHTNING_CANDIDATES = (
+    triton_lightning.LAUNCH,
+    Launch(tile=32, num_warps=8, num_stages=2),
+    Launch(tile=32, num_warps=8, num_stages=1, max_registers=80),
+    Launch(tile=64, num_warps=8, num_stages=2),
+    Launch(tile=64, num_warps=4, num_stages=2),
+    Launch(tile=32, num_warps=4, num_stages=2),
+    Launch(tile=32, num_warps=4, num_stages=1, max_registers=168),
 )
-SECOND_PASS_CANDIDATES = (triton_scores.SECOND_PASS, Launch(0, 4), Launch(0, 16), Launch(0, 8, 1, 128))
+PASS_CANDIDATES = (
+    Launch(tile=64, num_warps=4, num_stages=2),
+    Launch(tile=64, num_warps=4, num_stages=3),
+    Launch(tile=64, num_warps=4, num_stages=5),
+    Launch(tile=128, num_warps=8, num_stages=2),
+    Launch(tile=128, num_warps=4, num_stages=2),
+    Launch(tile=32, num_warps=4, num_stages=4),
+    Launch(tile=256, num_warps=8, num_stages=1),
+)
 COMPACT_CANDIDATES = (
     triton_compaction.LAUNCH,
     Launch(tile=32, num_warps=4),
@@ -62,6 +77,9 @@ class Compression:
             self.cache_k, self.window_queries, self.batch, self.scratch,
             history=self.history, decay=0.8, lightning_threshold=None,
         )  # fmt: skip
+
+    def lightning(self) -> None:
+        triton_kernels.lightning_redundancy(self.cache_k, self.batch, self.scratch, threshold=0.5)
 
     def combine(self) -> None:
         triton_kernels.combine(
@@ -174,8 +192,8 @@ def compression(bench: Bench) -> None:
         move = num_requests * 4 * kept * row_bytes / COPY_BYTES_PER_S
         scores = num_requests * keys * 4
         stages: Sequence[tuple[str, Callable[[], None], float]] = (
-            ("score + lightning", case.score, 2 * read_keys),
-            ("score alone", case.attention, 2 * read_keys),
+            ("score", case.attention, 2 * read_keys),
+            ("lightning", case.lightning, read_keys),
             ("combine", case.combine, 3 * scores / COPY_BYTES_PER_S),
             ("select", case.select, 2 * scores / COPY_BYTES_PER_S),
             ("compact", case.compact, move),
@@ -193,8 +211,9 @@ def compression(bench: Bench) -> None:
 
 def _sweep(bench: Bench, case: Compression, num_requests: int, read_keys: float, move: float) -> None:
     sweeps: Sequence[tuple[str, ModuleType, str, Sequence[Launch], Callable[[], None], float]] = (
-        ("first pass", triton_scores, "FIRST_PASS", FIRST_PASS_CANDIDATES, case.score, 2 * read_keys),
-        ("second pass", triton_scores, "SECOND_PASS", SECOND_PASS_CANDIDATES, case.score, 2 * read_keys),
+        ("lightning", triton_lightning, "LAUNCH", LIGHTNING_CANDIDATES, case.lightning, read_keys),
+        ("both passes, first", triton_scores, "FIRST_PASS", PASS_CANDIDATES, case.attention, 2 * read_keys),
+        ("both passes, second", triton_scores, "SECOND_PASS", PASS_CANDIDATES, case.attention, 2 * read_keys),
         ("compact", triton_compaction, "LAUNCH", COMPACT_CANDIDATES, case.compact, move),
         ("select", triton_select, "SELECT_LARGE", SELECT_CANDIDATES, case.select, move),
     )

@@ -83,8 +83,8 @@ class Kernels(Protocol):
     ) -> None:
         """Window attention A and with `history` the global score; F goes to `scratch.global_score`.
 
-        `window_queries [layers, slots, w, H_q, d]` in the cache's dtype. A `lightning_threshold` also fills
-        `scratch.redundancy_logits`, from the same read of the keys.
+        `window_queries [layers, slots, w, H_q, d]` in the cache's dtype. A `lightning_threshold` also does what
+        `lightning_redundancy` does.
         """
 
     def lightning_redundancy(
@@ -115,7 +115,7 @@ class Kernels(Protocol):
     def select(self, batch: CompressionBatch, scratch: Scratch, *, window: int, sink: int) -> None:
         """`scratch.keep_index`: exactly k increasing cache indices per layer and KV head by `scratch.score`.
 
-        The last `window` and first `sink` always; then the higher score, of equal scores the later token.
+        The last `window` and first `sink` always; then the higher score (NaN is -inf), of equal scores the later token.
         """
 
     def compact(

@@ -13,6 +13,7 @@ def select(batch: CompressionBatch, scratch: Scratch, *, window: int, sink: int)
         num_keep = len(request.target_blocks) * batch.block_size
         free_end = num_tokens - window
         score = scratch.score[:, row, :, sink:free_end]
+        score = score.masked_fill(score.isnan(), float("-inf"))
         # A stable sort keeps equal scores in their order, so turning the tokens round first puts the later one ahead.
         order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         chosen = free_end - 1 - order[:, :, : num_keep - sink - window]

@@ -2,9 +2,10 @@
 
 from engine.kernels.triton_compaction import compact
 from engine.kernels.triton_decode import decode_attention
+from engine.kernels.triton_lightning import lightning_redundancy
 from engine.kernels.triton_prefill import prefill_attention
 from engine.kernels.triton_redundancy import full_redundancy
-from engine.kernels.triton_scores import attention_score, lightning_redundancy
+from engine.kernels.triton_scores import attention_score
 from engine.kernels.triton_select import combine, random_score, select
 from engine.kernels.triton_store import store
 

@@ -1,4 +1,4 @@
-"""Redundancy inside a tile, for lightning; and over all S x S pairs, the slow alternative that it is judged against.
+"""Redundancy over all S x S pairs, the slow alternative that lightning is judged against.
 
 The S x S matrix is never stored, so it is computed twice: once to find the last row above the threshold in every
 column, once to sum the rows without those entries.
@@ -16,48 +16,6 @@ from engine.kernels.triton_common import Launch, check_cache, dot_precision, inv
 from engine.kernels.workspace import Scratch
 
 LAUNCH = Launch(tile=64, num_warps=4, num_stages=2)
-
-
-@triton.jit
-def lightning_logits(
-    cache: tl.tensor,
-    block_table: tl.tensor,
-    keys: tl.tensor,
-    first: tl.tensor,
-    num_tokens: tl.tensor,
-    block_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    threshold: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAD_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    """Row sums `[TILE]` of the similarity matrix inside each block of the tile, `COLUMNS` columns at a time.
-
-    All rows of a column are at hand at once, so its last row above the threshold is one maximum over the column. The
-    keys are multiplied as stored and scaled by their norms after: 16-bit products are exact, a rounded unit key is not.
-    """
-    row = tl.arange(0, TILE)
-    row_scale = inverse_norms(keys)
-    logits = tl.zeros((TILE,), tl.float32)
-    for start in range(0, TILE, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        others = load_keys(
-            cache, block_table, first + start, num_tokens, block_stride, slot_stride,
-            BLOCK_SIZE, COLUMNS, HEAD_DIM, PAD_DIM,
-        )  # fmt: skip
-        similarity = tl.dot(keys, tl.trans(others), input_precision=PRECISION)
-        similarity *= row_scale[:, None] * inverse_norms(others)[None, :]
-        pair = row[:, None] != column[None, :]
-        if BLOCK_SIZE < TILE:
-            pair = pair & (row[:, None] // BLOCK_SIZE == column[None, :] // BLOCK_SIZE)
-        similarity = tl.where(pair, similarity, 0.0)
-        spared = tl.max(tl.where(similarity > threshold, row[:, None], -1), axis=0)
-        logits += tl.sum(tl.where(row[:, None] == spared[None, :], 0.0, similarity), axis=1)
-    return logits
 
 
 @triton.jit(do_not_specialize=["num_requests", "max_blocks", "max_tokens"])

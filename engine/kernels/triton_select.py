@@ -22,7 +22,7 @@ LAYER_STEP = tl.constexpr(hashing.LAYER_STEP)
 TOKEN_STEP = tl.constexpr(hashing.TOKEN_STEP)
 FIRST_MULTIPLIER = tl.constexpr(hashing.MULTIPLIERS[0])
 SECOND_MULTIPLIER = tl.constexpr(hashing.MULTIPLIERS[1])
-FIRST_RANK = tl.constexpr(0xFFFFFFFF)  # of tokens that are always kept; above any score's, NaN's too
+FIRST_RANK = tl.constexpr(0xFFFFFFFF)  # of tokens that are always kept; above any score's, +inf's too
 KEY_BITS = tl.constexpr(32)
 
 
@@ -126,8 +126,12 @@ def _ranks(
     window: tl.tensor,
     sink: tl.tensor,
 ) -> tl.tensor:
-    """Unsigned integers in the order of the scores: bits of a positive float ascend with it, of a negative descend."""
+    """Unsigned integers in the order of the scores: bits of a positive float ascend with it, of a negative descend.
+
+    NaN counts as -inf: its bits are whatever the arithmetic unit left, above or below every number.
+    """
     value = tl.load(score + token, mask=token < num_tokens, other=0.0) + 0.0  # -0.0 + 0.0 = 0.0: the two are equal
+    value = tl.where(value == value, value, float("-inf"))  # noqa: PLR0124
     bits = value.to(tl.uint32, bitcast=True)
     sign = bits >> 31
     flipped = tl.where(sign == 1, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)

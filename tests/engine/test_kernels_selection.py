@@ -81,6 +81,21 @@ def test_all_equal_keeps_the_latest_and_nan_breaks_nothing(place: Place) -> None
             assert flags[:, num_tokens - num_keep + 2 :].all()
 
 
+@on_one_dtype
+def test_nan_counts_as_minus_infinity(place: Place) -> None:
+    """NaN of both signs between numbers, infinities and ties: the same choice as with -inf in its place."""
+    case = make_case(place)
+    shape = case.laid_out()[1].score.shape
+    values = torch.tensor([float("nan"), -float("nan"), float("-inf"), float("inf"), -2.0, 0.5, 1.0])
+    scores = values[torch.randint(0, len(values), shape, generator=torch.Generator().manual_seed(6))]
+    plain = scores.masked_fill(scores.isnan(), float("-inf"))
+    for with_nan, without in zip(
+        select(case, place, scores, window=4, sink=2), select(case, place, plain, window=4, sink=2), strict=True
+    ):
+        for found, wanted in zip(with_nan, without, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
 def snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return case.cache_k.cpu().clone(), case.cache_v.cpu().clone(), case.history.cpu().clone()
 
