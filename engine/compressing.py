@@ -110,10 +110,14 @@ class CompressionStream:
 
         The blocks of the latter are handed on from this step, too.
         """
-        known = [number for started in self._running for number in started.numbers]
-        gone = [number for number in known if number not in compressing]
+        gone = [number for number in self.running if number not in compressing]
         if gone:
             self.join(gone)
+
+    @property
+    def running(self) -> list[int]:
+        """Requests whose compression has not been joined."""
+        return [number for started in self._running for number in started.numbers]
 
     def work_seconds(self) -> float:
         """What all compressions took so far; waits for those under way."""

@@ -110,6 +110,11 @@ class Runner:
         result.failed |= failed
         return result
 
+    @property
+    def num_rows(self) -> int:
+        """Requests that have a row on the device."""
+        return len(self._row_of)
+
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._sampler.forget(request.number)
