@@ -1,4 +1,7 @@
-"""What sessions share: recordings read once for as long as they do not change. Only a few are kept at a time."""
+"""What sessions share: recordings read once for as long as they do not change. Only a few are kept at a time.
+
+No function shows a spinner: in a page that refreshes itself one would push everything below it about.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -65,12 +68,12 @@ def latencies(folder: str) -> pa.Table:
     return _latencies(folder, stamp(folder))
 
 
-@st.cache_resource(max_entries=FEW, show_spinner="Replaying the blocks …")
+@st.cache_resource(max_entries=FEW, show_spinner=False)
 def _occupancy(folder: str, stamp: Stamp) -> Occupancy:
     return read_occupancy(Recording(folder))
 
 
-@st.cache_resource(max_entries=FEW, show_spinner="Reading what requests hold …")
+@st.cache_resource(max_entries=FEW, show_spinner=False)
 def _holdings(folder: str, stamp: Stamp) -> Holdings:
     return read_holdings(Recording(folder))
 
@@ -80,12 +83,12 @@ def _marks(folder: str, stamp: Stamp) -> Marks:
     return read_marks(Recording(folder))
 
 
-@st.cache_resource(max_entries=FEW, show_spinner="Reading the phases of requests …")
+@st.cache_resource(max_entries=FEW, show_spinner=False)
 def _phases(folder: str, stamp: Stamp) -> Phases:
     return read_phases(Recording(folder))
 
 
-@st.cache_resource(max_entries=2, show_spinner="Reading the events …")
+@st.cache_resource(max_entries=2, show_spinner=False)
 def _story(folder: str, stamp: Stamp) -> Story:
     return Story(Recording(folder), _phases(folder, stamp))
 

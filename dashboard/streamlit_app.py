@@ -73,7 +73,12 @@ def _choose(sources: list[Source], roots: list[Path]) -> Source | None:
     st.caption(f"Recordings in {', '.join(str(root) for root in roots)}, newest first")
     if not by_label:
         return None
-    label = st.selectbox("Recording", list(by_label), key="run", bind="query-params", on_change=_forget_selection)
+    # No option is the default one: so the address always says which recording is shown, also when a newer one comes.
+    if st.session_state.get("run", st.query_params.get("run")) not in by_label:
+        st.session_state["run"] = next(iter(by_label))
+    label = st.selectbox(
+        "Recording", list(by_label), index=None, key="run", bind="query-params", on_change=_forget_selection
+    )
     st.button("Look for new recordings", width="stretch")
     return by_label.get(str(label))
 

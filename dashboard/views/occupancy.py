@@ -22,7 +22,8 @@ COLOURS = ("state", "request")
 def show(source: Source) -> None:
     """Draw the view of one recording."""
     with told(source.label):
-        occupancy = cache.occupancy(source.folder)
+        with st.spinner("Replaying the blocks …"):
+            occupancy = cache.occupancy(source.folder)
         if not occupancy.times.last_s:
             st.info("No step has been recorded yet. Open the view **Live** to follow the run as it is written.")
             return
@@ -82,7 +83,7 @@ def _how_to_read(shown: Shown, occupancy: Occupancy, colour_by: str, request: in
     elif colour_by == "request":
         what = "A colour for each request that holds a block (colours repeat); hatched: shared; dotted: cached."
     else:
-        what = "Each row is a block, from left to right is time; letters and hatches as in the legend."
+        what = "Each row is a block, from left to right is time; colours and hatches as in the legend."
     per_row = -(-shown.num_blocks // 400)
     coarse = f" A row stands for {per_row} blocks until you zoom in." if per_row > 1 else ""
     return f"{what} Showing {span} of {occupancy.num_blocks}.{coarse} **Draw a box to zoom in.**"

@@ -34,7 +34,8 @@ TABLE = (
 def show(source: Source) -> None:
     """Draw the view of one recording."""
     with told(source.label):
-        phases, frame = cache.phases(source.folder), cache.requests(source.folder)
+        with st.spinner("Reading what became of the requests …"):
+            phases, frame = cache.phases(source.folder), cache.requests(source.folder)
         if not len(phases.request):
             st.info("No request has been recorded yet. Open the view **Live** to follow the run as it is written.")
             return

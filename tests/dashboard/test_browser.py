@@ -1,0 +1,254 @@
+"""Headless Chromium walks every view on real recordings. Chromium itself: `apt-get install chromium`."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+pytest.importorskip("streamlit")
+pytest.importorskip("playwright")
+
+from playwright.sync_api import Browser
+
+from dashboard import archive
+from tests.dashboard.browser import CHROMIUM, Visitor, browsing, serving
+from tests.dashboard.recordings import folder, made
+from traces.recording import TABLES, FolderRecorder, Recording
+
+VIEWS = (
+    ("Requests", "One request's story"),
+    ("Compare", "The pools"),
+    ("Trust", "Where they part"),
+    ("Occupancy", "Who holds most"),
+    ("Play", "Start from a policy file"),
+    ("Live", "This run has come to its end"),
+)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of recordings that the walk may add to."""
+    target = tmp_path_factory.mktemp("walk") / "runs"
+    shutil.copytree(made(), target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
+    with serving(root) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(params=["light", "dark"])
+def themed(request: pytest.FixtureRequest, browser: Browser, address: str) -> Iterator[Visitor]:
+    page = browser.new_page(viewport={"width": 1440, "height": 1000}, color_scheme=request.param)
+    visitor = Visitor(page, address)
+    yield visitor
+    page.close()
+    assert visitor.complaints == []
+
+
+@pytest.fixture
+def visitor(browser: Browser, address: str) -> Iterator[Visitor]:
+    page = browser.new_page(viewport={"width": 1440, "height": 1000})
+    found = Visitor(page, address)
+    yield found
+    page.close()
+    assert found.complaints == []
+
+
+def query(visitor: Visitor) -> dict[str, str]:
+    """The page's address, as names and values."""
+    return {name: values[0] for name, values in parse_qs(urlsplit(visitor.page.url).query).items()}
+
+
+def test_every_view_in_light_and_dark(themed: Visitor, request: pytest.FixtureRequest) -> None:
+    theme = request.node.callspec.params["themed"]
+    themed.open("?run=hybrid")
+    for view, says in VIEWS if theme == "light" else VIEWS[::3]:
+        themed.view(view)
+        themed.shows(says)
+        assert not themed.page.locator("[data-testid=stException]").count()
+        themed.shot(f"{view}-{theme}")
+    background = themed.page.evaluate("getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor")
+    red = int(re.findall(r"\d+", background)[0])
+    assert (red < 60) == (theme == "dark")
+
+
+def test_zoom_by_a_box_brings_detail_and_a_link(visitor: Visitor, browser: Browser) -> None:
+    visitor.open("?run=hybrid&view=Occupancy")
+    plot = visitor.page.locator(".js-plotly-plot").first
+    area = plot.locator(".nsewdrag").first.bounding_box()
+    assert area is not None
+    x, y = area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.2
+    visitor.page.mouse.move(x, y)
+    visitor.page.mouse.down()
+    visitor.page.mouse.move(x + 60, y + 40, steps=4)
+    visitor.page.mouse.move(x + 200, y + 120, steps=4)
+    visitor.page.mouse.up()
+    visitor.page.wait_for_url(re.compile("from="))
+    visitor.settle()
+    link = query(visitor)
+    assert link["run"] == "hybrid"
+    last = Recording(folder("hybrid")).manifest["summary"]["makespan_s"]
+    assert 0.2 * last < float(link["from"]) < float(link["to"]) < 0.6 * last
+    assert 10 < int(link["first"]) < int(link["last"]) < 80
+    visitor.shows(f"blocks {link['first']} to {link['last']} of 96")
+    visitor.shot("zoomed")
+    other = Visitor(browser.new_page(), visitor.address)
+    other.open("?" + urlsplit(visitor.page.url).query)  # the link alone brings a reader to the same place
+    other.shows(f"blocks {link['first']} to {link['last']} of 96")
+    other.page.close()
+    visitor.page.get_by_role("button", name="Show the whole run").click()
+    visitor.settle()
+    assert "from" not in query(visitor)
+    visitor.shows("blocks 0 to 95 of 96")
+
+
+def test_the_pointer_is_told_what_a_block_is(visitor: Visitor) -> None:
+    visitor.open("?run=hybrid&view=Occupancy&first=10&last=30")
+    area = visitor.page.locator(".js-plotly-plot").first.locator(".nsewdrag").first.bounding_box()
+    assert area is not None
+    visitor.page.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.5)
+    visitor.page.locator(".hoverlayer .hovertext").first.wait_for()
+    said = visitor.page.locator(".hoverlayer").first.text_content() or ""
+    assert re.search(r"block 2\d: (owned|shared|free|cached|compression)", said)
+    visitor.shot("hover", full=False)
+
+
+def test_colours_requests_and_stories_by_click(visitor: Visitor) -> None:
+    visitor.open("?run=hybrid&view=Occupancy")
+    visitor.choose("request")
+    assert query(visitor)["colour"] == "request"
+    visitor.shot("by-request")
+    layers = visitor.page.locator(".js-plotly-plot").nth(2)
+    layers.scroll_into_view_if_needed()
+    area = layers.locator(".nsewdrag").first.bounding_box()
+    assert area is not None
+    for share in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):  # down through the layers until one answers
+        visitor.page.mouse.click(area["x"] + area["width"] * 0.5, area["y"] + area["height"] * (1 - share))
+        visitor.page.wait_for_timeout(400)
+        if "request" in query(visitor):
+            break
+    number = query(visitor)["request"]
+    visitor.shows(f"Blocks of r{number} in orange")
+    visitor.view("Requests")
+    visitor.shows("arrived with")
+    assert visitor.page.get_by_label("Request", exact=True).input_value() == number
+    visitor.shot("story")
+
+
+def test_downloads(visitor: Visitor, tmp_path: Path) -> None:
+    visitor.open("?run=hybrid&view=Requests")
+    visitor.page.get_by_text("Export").first.click()
+    begins_with = {
+        "requests (CSV)": b"number",
+        "Trace for Perfetto": b'{"displayTimeUnit"',
+        "Recording (zip)": b"PK",
+        "Figures (HTML)": b"<!doctype html>",
+    }
+    for label, begins in begins_with.items():
+        with visitor.page.expect_download() as started:
+            visitor.page.get_by_role("button", name=label).click()
+        path = tmp_path / "file"
+        started.value.save_as(path)
+        assert path.read_bytes().startswith(begins)
+
+
+def test_uploads(visitor: Visitor, tmp_path: Path) -> None:
+    visitor.open("?view=Occupancy&run=full-kv")
+    whole = tmp_path / "mine.zip"
+    whole.write_bytes(archive.pack(Path(folder("swapping"))))
+    upload = visitor.page.locator("[data-testid=stSidebar] input[type=file]")
+    upload.set_input_files(whole)
+    visitor.page.locator("[data-testid=stSidebar]").get_by_text("mine.zip").first.wait_for()
+    visitor.settle()
+    visitor.page.locator("[data-testid=stSidebar] [data-testid=stSelectbox]").click()
+    visitor.page.get_by_role("option", name=re.compile("uploaded-mine")).click()
+    visitor.settle()
+    assert query(visitor)["run"].startswith("uploaded-mine")
+    huge = tmp_path / "huge.zip"
+    with huge.open("wb") as file:
+        file.truncate(200_000_000)
+    upload.set_input_files(huge)
+    visitor.shows("50.0MB or smaller")
+    visitor.shot("too-large")
+
+
+def test_play_runs_and_cancels(visitor: Visitor) -> None:
+    visitor.open("?view=Play&recipe=fixed+lengths&count=20000&rate=1000&num_blocks=64")
+    visitor.page.get_by_role("button", name="Run", exact=True).click()
+    visitor.shows("Running hybrid")
+    visitor.page.get_by_role("progressbar").first.wait_for()
+    visitor.shot("running")
+    visitor.page.get_by_role("button", name="Cancel").click()
+    visitor.shows("Cancelled after")
+    visitor.open("?view=Play&most=12&num_blocks=128")
+    visitor.page.get_by_role("button", name="Run", exact=True).click()
+    visitor.shows("Done. The recording is in")
+    visitor.settle()
+    visitor.shot("played")
+
+
+def test_live_follows_without_a_jump(visitor: Visitor, root: Path) -> None:
+    source = Recording(folder("hybrid"))
+    recorder = FolderRecorder(root / "growing", source.manifest | {"complete": False, "summary": None}, rows_per_part=1)
+    tables = {name: source.table(name) for name in TABLES}
+
+    def grow(low: float, high: float) -> None:
+        for name in ("events", "blocks", "steps"):
+            rows = tables[name].num_rows
+            part = tables[name].slice(int(rows * low), int(rows * high) - int(rows * low))
+            recorder.write(name, {column: part[column] for column in part.column_names})
+
+    grow(0.0, 0.2)
+    visitor.open("?view=Live&run=growing&every=1")
+    visitor.shows("This run is being written")
+    steps = (
+        visitor.page.locator("[data-testid=stMetric]").filter(has_text="Steps").locator("[data-testid=stMetricValue]")
+    )
+    before = int((steps.text_content() or "0").replace(",", ""))
+    visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTo(0, 250)")
+    visitor.page.wait_for_timeout(300)
+    place = visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop")
+    assert place > 0
+    for tenth in range(2, 10):
+        grow(tenth / 10, (tenth + 1) / 10)
+        visitor.page.wait_for_timeout(200)
+    for _ in range(100):
+        if int((steps.text_content() or "0").replace(",", "")) > 2 * before:
+            break
+        visitor.page.wait_for_timeout(200)
+    assert int((steps.text_content() or "0").replace(",", "")) > 2 * before
+    visitor.page.wait_for_function(  # the figures have come along, too
+        "seconds => document.querySelectorAll('.js-plotly-plot')[0].layout.xaxis.range[1] > seconds", arg=10.0
+    )
+    assert visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop") == place
+    visitor.shot("live", full=False)
+    recorder.close(complete=True, summary=source.manifest["summary"])
+    visitor.shows("This run has come to its end")
+    shutil.rmtree(root / "growing")
+
+
+def test_a_broken_recording_in_the_browser(visitor: Visitor, root: Path) -> None:
+    shutil.copytree(made() / "hybrid", root / "broken")
+    part = root / "broken" / "blocks" / "00000.parquet"
+    part.write_bytes(part.read_bytes()[:1000])
+    visitor.open("?view=Occupancy&run=broken")
+    visitor.shows("broken cannot be shown")
+    visitor.shows("Choose another recording on the left")
+    visitor.shot("broken")
+    shutil.rmtree(root / "broken")
