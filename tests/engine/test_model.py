@@ -100,7 +100,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 def test_layers_compile_without_a_graph_break(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     decoder = load(tmp_path)
-    make_steps = partial(TorchSteps, compile_mode="default", backend="aot_eager")
+    make_steps = partial(TorchSteps, compile_mode="default", backend="eager")
     compiled = Decoder(decoder.config, decoder.weights, make_steps=make_steps)
     for count in (9, 17):
         logits = []

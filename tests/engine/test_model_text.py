@@ -81,7 +81,6 @@ def test_chat_follows_the_models_own_template(smollm2: Tokenizer, by_byte: Token
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert smollm2.decode(ids, skip_special_tokens=False) == expected
     assert ids == smollm2.encode(expected)
-    assert smollm2.eos_token_id == 2
     with pytest.raises(ModelError, match="no chat template"):
         by_byte.chat([{"role": "user", "content": "Hi"}])
     with pytest.raises(ModelError, match="the chat template refuses the messages"):
