@@ -46,6 +46,16 @@ class Holdings:
         """Every request that ever held something, ascending."""
         return np.unique(self.request)
 
+    def alive(self, first_step: int, last_step: int) -> Int64Array:
+        """Requests that may hold something in these steps, ascending: those that began before and were not over."""
+        begins = np.ones(len(self.request), dtype=bool)
+        begins[1:] = self.request[1:] != self.request[:-1]
+        at = np.flatnonzero(begins)
+        ends = np.append(at[1:], len(self.request)) - 1
+        over = (self.blocks[ends] == 0) & (self.step[ends] <= first_step)
+        found: Int64Array = self.request[at[(self.step[at] <= last_step) & ~over]]
+        return found
+
     def tokens_at(self, requests: Int64Array, steps: Int64Array) -> Int64Array:
         """Tokens [request, step] that these requests hold in these steps."""
         index = self._before(requests, steps)

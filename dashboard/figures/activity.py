@@ -63,7 +63,7 @@ def top_holders(
     """The requests that hold most blocks in a window, most first, and their blocks [request, moment] in it."""
     moments = np.linspace(*window_s, HOLDER_BINS)
     steps = np.array([occupancy.times.step_at(float(moment)) for moment in moments], dtype=np.int64)
-    numbers = holdings.numbers()
+    numbers = holdings.alive(int(steps[0]), int(steps[-1]))
     blocks = holdings.blocks_at(numbers, steps)
     total = blocks.sum(axis=1)
     order = np.lexsort((numbers, -total))[:NUM_HOLDERS]

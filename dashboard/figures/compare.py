@@ -51,8 +51,8 @@ TABLE = (
     Figure("compressions", "compressions", "", None),
     Figure("prefix_hit_tokens", "prefix hits", "tokens", True),
     Figure("running_mean", "running on average", "requests", None),
-    Figure("occupancy_mean", "pool in use on average", "share", None),
-    Figure("wasted_slots_mean", "unused slots in owned blocks", "share of the pool", False),
+    Figure("occupancy_mean", "pool in use on average", "pool share", None),
+    Figure("wasted_slots_mean", "unused slots in owned blocks", "pool share", False),
     Figure("requests_refused", "refused", "requests", False),
 )
 
@@ -79,6 +79,18 @@ def comparison(summaries: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
             row[f"{name} vs {names[0]}, %"] = (other / base - 1) * 100 if known and base and other is not None else None
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def in_words(table: pd.DataFrame) -> pd.DataFrame:
+    """The comparison with its numbers as a reader wants them."""
+    shown = table.copy()
+    for name in table.columns[2:]:
+        shape = "{:+.1f}" if str(name).endswith(", %") else "{:,.4g}"
+        shown[name] = [
+            "-" if pd.isna(value) else f"{value:,.0f}" if abs(value) >= 1000 else shape.format(value)
+            for value in table[name]
+        ]
+    return shown
 
 
 def cdf(values: Any) -> tuple[list[float | None], list[float]]:

@@ -1,7 +1,9 @@
 """Which block is what, and when: a picture of the pool with everything on one time axis."""
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,15 +111,23 @@ def hover_grid(
     fill = fill_at(occupancy, holdings, moments, index)
     lives, size = occupancy.lives, occupancy.block_size
     state, owner, refs = lives.state[index], lives.owner[index], lives.refs[index]
+    seen, starts = slice(0, int(bounds[-1])), bounds[:-1]
+
+    def in_rows(values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        summed: npt.NDArray[np.int64] = np.add.reduceat(values[seen], starts, axis=0, dtype=np.int64)
+        return summed
+
+    counts = np.stack([in_rows(state == code) for code in range(len(STATES))])
+    known = ((state == OWNED) | (state == SHARED)) & (fill >= 0)
+    full = in_rows(np.where(known, fill, 0)) / np.maximum(in_rows(known), 1) / size
     words = []
-    for low, high in pairwise(bounds.tolist()):
+    for line, (low, high) in enumerate(pairwise(bounds.tolist())):
         row = []
         for c in range(len(moments)):
             if high - low == 1:
                 row.append(_one_block(low, state[low, c], owner[low, c], refs[low, c], fill[low, c], size))
             else:
-                cell = slice(low, high)
-                row.append(_some_blocks(low, high, state[cell, c], owner[cell, c], fill[cell, c], size))
+                row.append(_some_blocks(low, high, counts[:, line, c], owner[low:high, c].tolist(), full[line, c]))
         words.append(row)
     return moments, (bounds[1:] + bounds[:-1] - 1) / 2, words
 
@@ -133,25 +143,17 @@ def _one_block(block: int, state: np.int8, owner: np.int32, refs: np.int32, fill
     return "<br>".join(lines)
 
 
-def _some_blocks(
-    low: int,
-    high: int,
-    state: npt.NDArray[np.int8],
-    owner: npt.NDArray[np.int32],
-    fill: npt.NDArray[np.int32],
-    size: int,
-) -> str:
-    counts = np.bincount(state, minlength=len(STATES))
+def _some_blocks(low: int, high: int, counts: npt.NDArray[np.int64], owners: list[int], full: float) -> str:
+    """`counts` of blocks by state, who holds them (-1: nobody or several), and how full the known ones are."""
     lines = [f"blocks {low} to {high - 1}"]
     lines += [f"{counts[s]} {BLOCK_LOOKS[STATES[s]].words}" for s in np.argsort(-counts) if counts[s]]
-    numbers, held = np.unique(owner[owner >= 0], return_counts=True)
-    if len(numbers):
-        most = numbers[np.argsort(-held)][:4]
-        lines.append("held by " + ", ".join(f"r{n}" for n in most) + (" and others" if len(numbers) > 4 else ""))
-    known = fill[(state == OWNED) | (state == SHARED)]
-    known = known[known >= 0]
-    if len(known):
-        lines.append(f"{known.mean() / size:.0%} full")
+    held = Counter(owners)
+    held.pop(-1, None)
+    if held:
+        most = ", ".join(f"r{number}" for number, _ in held.most_common(4))
+        lines.append(f"held by {most}" + (" and others" if len(held) > 4 else ""))
+    if full > 0:
+        lines.append(f"{full:.0%} full")
     return "<br>".join(lines)
 
 

@@ -7,9 +7,11 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import cache
+from dashboard.export import standalone
 from dashboard.figures.compare import (
     LATENCIES,
     comparison,
+    in_words,
     latency_figure,
     strips_figure,
     sweep_map,
@@ -17,7 +19,7 @@ from dashboard.figures.compare import (
     value_of,
 )
 from dashboard.load import Source, find_sweeps, read_sweep
-from dashboard.views.page import draw, standalone, told
+from dashboard.views.page import draw, told
 from traces.recording import RecordingError
 
 MOST = 6  # recordings side by side
@@ -89,18 +91,6 @@ def _side_by_side(folders: Mapping[str, str]) -> None:
         return standalone("Comparison", figures).encode()
 
     right.download_button("Figures (HTML)", page, "comparison.html", "text/html", on_click="ignore")
-
-
-def in_words(table: pd.DataFrame) -> pd.DataFrame:
-    """The comparison with its numbers as a reader wants them."""
-    shown = table.copy()
-    for name in table.columns[2:]:
-        shape = "{:+.1f}" if str(name).endswith(", %") else "{:,.4g}"
-        shown[name] = [
-            "-" if pd.isna(value) else f"{value:,.0f}" if abs(value) >= 1000 else shape.format(value)
-            for value in table[name]
-        ]
-    return shown
 
 
 def _sweeps(roots: list[Path]) -> None:

@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import archive
+from dashboard.export import standalone
 from dashboard.figures.style import CONFIG
 from traces.perfetto import write_perfetto
 from traces.recording import Recording
 from traces.workload import TraceError
 
 MIN_SPAN = 1e-6  # seconds
-HTML = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>:root {{ color-scheme: light dark }} body {{ font-family: system-ui, sans-serif; margin: 24px }}</style></head>
-<body><h1>{title}</h1>{sections}</body></html>
-"""
 
 
 @contextmanager
@@ -142,16 +137,6 @@ def exports(folder: str, figures: Mapping[str, go.Figure], tables: Mapping[str, 
 
 def _csv(table: pd.DataFrame) -> bytes:
     return str(table.to_csv(index=False)).encode()
-
-
-def standalone(title: str, figures: Mapping[str, go.Figure]) -> str:
-    """One HTML page with figures that needs no server and no network."""
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=index == 0, config=CONFIG)
-        for index, figure in enumerate(figures.values())
-    ]
-    sections = "".join(f"<h2>{escape(words)}</h2>{part}" for words, part in zip(figures, parts, strict=True))
-    return HTML.format(title=escape(title), sections=sections)
 
 
 def _perfetto(folder: str) -> bytes:

@@ -6,8 +6,7 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import archive, cache
-from dashboard.figures.compare import comparison, strips_figure
-from dashboard.views.compare import in_words
+from dashboard.figures.compare import comparison, in_words, strips_figure
 from dashboard.views.jobs import Job, Order, new_folder
 from dashboard.views.page import draw, told
 from dashboard.views.policy_form import policy_form
@@ -33,13 +32,13 @@ def show(root: Path) -> None:
         return
     if job is not None:
         _ended(job)
+    _last_runs(expanded=job is not None)
     order = _order()
     if order is not None:
         left, right = st.columns([1, 1])
         left.button("Run", type="primary", key="run_it", on_click=_start, args=(order, root), width="stretch")
         text, name = policy_to_toml(order.policy).encode(), f"{order.policy.name}.toml"
         right.download_button("Policy (TOML)", text, name, "text/plain", on_click="ignore", width="stretch")
-    _last_runs()
 
 
 def _order() -> Order | None:
@@ -121,12 +120,11 @@ def _ended(job: Job) -> None:
         st.success(f"Done. The recording is in `{job.folder}` and in the list on the left.")
 
 
-def _last_runs() -> None:
+def _last_runs(expanded: bool) -> None:
     runs: list[Path] = st.session_state.get("played", [])
     if not runs:
         return
-    st.subheader("Last runs", anchor=False)
-    with told("The last runs"):
+    with st.expander("Last runs", expanded=expanded), told("The last runs"):
         labels = {run.name: str(run) for run in runs}
         table = comparison({name: cache.summary(folder) for name, folder in labels.items()})
         st.dataframe(in_words(table), hide_index=True)

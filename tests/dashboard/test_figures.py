@@ -123,6 +123,22 @@ def test_hover_words_are_the_state_at_the_moment(whole: Whole) -> None:
             assert (f"held by r{lives.owner[at]}" in words[r][c]) == (lives.owner[at] >= 0)
 
 
+def test_hover_words_of_several_blocks_count_them(whole: Whole) -> None:
+    shown = Shown(whole.shown.window_s, (0, 90))
+    moments, rows, words = hover_grid(whole.occupancy, whole.holdings, shown)
+    bounds = np.arange(len(rows) + 1) * 90 // len(rows)
+    state = whole.occupancy.lives.state[lives_at(whole.occupancy, moments)]
+    for r in (0, 20, len(rows) - 1):
+        low, high = bounds[r], bounds[r + 1]
+        if high - low == 1:
+            continue
+        for c in range(len(moments)):
+            assert words[r][c].startswith(f"blocks {low} to {high - 1}")
+            for code, name in enumerate(STATES):
+                count = int((state[low:high, c] == code).sum())
+                assert (f"{count} {BLOCK_LOOKS[name].words}" in words[r][c]) == (count > 0)
+
+
 def test_marks_hide_no_preemption_and_no_full_pool(whole: Whole) -> None:
     figure = occupancy_figure(whole.occupancy, whole.holdings, whole.marks, whole.shown)
     signs = {trace.name: trace for trace in figure.data if "mode" in trace and trace.mode == "markers"}

@@ -95,6 +95,9 @@ def test_blocks_held_are_the_tables_of_the_scheduler(
     held = holdings_of(run.events, run.steps, run.manifest)
     numbers, steps = held.numbers(), np.arange(run.steps.num_rows)
     blocks = held.blocks_at(numbers, steps)
+    for step in range(0, len(witness.tables), 37):
+        assert set(witness.tables[step]) <= set(held.alive(step, step).tolist())
+    assert len(held.alive(100, 110)) < len(numbers)
     for step, tables in enumerate(witness.tables):
         assert {int(n): int(b) for n, b in zip(numbers, blocks[:, step], strict=True) if b} == {
             number: len(table) for number, table in tables.items()
