@@ -13,33 +13,30 @@ from benchmarks.kernel_timing import (
     relative_error,
 )
 from engine.kernels import torch_kernels, triton_kernels, triton_prefill
-from engine.kernels.decode_plan import reserve_decode_workspace
+from engine.kernels.decode_plan import SPLIT_TOKENS, reserve_decode_workspace
 from engine.kernels.triton_common import Launch
 from engine.kernels.triton_decode import LAUNCH as DECODE_LAUNCH
 from engine.kernels.triton_decode import decode_attention
 
 DECODE_CANDIDATES = (
-    (512, DECODE_LAUNCH),
+    (SPLIT_TOKENS, DECODE_LAUNCH),
     (256, DECODE_LAUNCH),
-    (1024, DECODE_LAUNCH),
+    (512, DECODE_LAUNCH),
     (2048, DECODE_LAUNCH),
-    (512, Launch(tile=64, num_warps=4, num_stages=2)),
-    (512, Launch(tile=64, num_warps=4, num_stages=4)),
-    (512, Launch(tile=32, num_warps=2, num_stages=4)),
-    (512, Launch(tile=32, num_warps=4, num_stages=4)),
-    (512, Launch(tile=128, num_warps=4, num_stages=2)),
-    (512, Launch(tile=128, num_warps=4, num_stages=3)),
-    (512, Launch(tile=128, num_warps=8, num_stages=3)),
-    (1024, Launch(tile=128, num_warps=8, num_stages=3)),
+    (1024, Launch(tile=64, num_warps=4, num_stages=4)),
+    (1024, Launch(tile=32, num_warps=2, num_stages=4)),
+    (1024, Launch(tile=128, num_warps=4, num_stages=3)),
 )
 PREFILL_CANDIDATES = (
     (128, triton_prefill.LAUNCH),
-    (128, Launch(tile=64, num_warps=8, num_stages=2)),
-    (128, Launch(tile=64, num_warps=4, num_stages=2)),
-    (128, Launch(tile=128, num_warps=8, num_stages=2)),
     (128, Launch(tile=128, num_warps=8, num_stages=3)),
+    (128, Launch(tile=64, num_warps=8, num_stages=2)),
+    (128, Launch(tile=64, num_warps=8, num_stages=2, max_registers=128)),
+    (128, Launch(tile=64, num_warps=4, num_stages=2)),
     (64, Launch(tile=64, num_warps=4, num_stages=2)),
     (64, Launch(tile=64, num_warps=4, num_stages=3)),
+    (64, Launch(tile=32, num_warps=4, num_stages=3)),
+    (256, Launch(tile=64, num_warps=8, num_stages=2)),
 )
 
 

@@ -41,14 +41,7 @@ PASS_CANDIDATES = (
     Launch(tile=32, num_warps=4, num_stages=4),
     Launch(tile=256, num_warps=8, num_stages=1),
 )
-COMPACT_CANDIDATES = (
-    triton_compaction.LAUNCH,
-    Launch(tile=32, num_warps=4),
-    Launch(tile=128, num_warps=8),
-    Launch(tile=64, num_warps=8),
-    Launch(tile=32, num_warps=2),
-    Launch(tile=16, num_warps=2),
-)
+COMPACT_CANDIDATES = (triton_compaction.LAUNCH, Launch(tile=32, num_warps=2), Launch(tile=128, num_warps=8))
 SELECT_CANDIDATES = (triton_select.SELECT_LARGE, Launch(4096, 4), Launch(4096, 16))
 
 

@@ -61,15 +61,21 @@ def row_offsets(
     slot_stride: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    HOLD_SPACING: tl.constexpr = False,
 ) -> tl.tensor:
     """Offset of every token of a tile in its cache, int64: a cache passes 2^31 values easily.
 
     `token` is `first + arange(TILE)`, `first` a multiple of TILE. When a block holds whole tiles, one table entry
-    serves the tile and the rows are evenly spaced, which keeps the addresses cheap.
+    serves the tile and the rows are evenly spaced, which keeps the addresses cheap. HOLD_SPACING makes them a sum of
+    what changes from tile to tile and what does not: a fifth fewer instructions in a loop, for many more registers.
     """
     if BLOCK_SIZE >= TILE:
         block = tl.load(block_table + first // BLOCK_SIZE).to(tl.int64)
-        offset = block * block_stride + (token % BLOCK_SIZE).to(tl.int64) * slot_stride
+        if HOLD_SPACING:
+            within = tl.zeros((), tl.int64) + first % BLOCK_SIZE
+            offset = block * block_stride + within * slot_stride + tl.arange(0, TILE).to(tl.int64) * slot_stride
+        else:
+            offset = block * block_stride + (token % BLOCK_SIZE).to(tl.int64) * slot_stride
     else:
         blocks = tl.load(block_table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         offset = blocks * block_stride + (token % BLOCK_SIZE).to(tl.int64) * slot_stride

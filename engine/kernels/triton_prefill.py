@@ -10,11 +10,12 @@ import triton.language as tl
 from engine.kernels.errors import KernelInputError
 from engine.kernels.triton_common import Launch, check_cache, dot_precision, find_request, padded, row_offsets
 
-LAUNCH = Launch(tile=64, num_warps=8, num_stages=3)
+LAUNCH = Launch(tile=128, num_warps=8, num_stages=2)
 QUERY_ROWS = 128  # rows of one program: chunk tokens times query heads of a group
 # Full float32 products run outside the matrix units, from registers; large tiles would not fit those.
 FLOAT32_LAUNCH = Launch(tile=32, num_warps=8)
 FLOAT32_QUERY_ROWS = 32
+VALUES_PER_WARP = 4096  # of logits and results; with more, addresses had better not stay in registers too
 LOG2_E = 1.4426950408889634
 
 
@@ -41,24 +42,31 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    HOLD_SPACING: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Online softmax over cache places `begin..end`; without MASKED every row sees all of them."""
     dim = tl.arange(0, PAD_DIM)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         inside = token < end
-        k_offsets = row_offsets(block_table, start, token, inside, k_block_stride, k_slot_stride, BLOCK_SIZE, TILE)
-        v_offsets = row_offsets(block_table, start, token, inside, v_block_stride, v_slot_stride, BLOCK_SIZE, TILE)
+        k_offsets = row_offsets(
+            block_table, start, token, inside, k_block_stride, k_slot_stride, BLOCK_SIZE, TILE, HOLD_SPACING
+        )
+        v_offsets = row_offsets(
+            block_table, start, token, inside, v_block_stride, v_slot_stride, BLOCK_SIZE, TILE, HOLD_SPACING
+        )
         if MASKED:
             mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
         else:
             mask = (token >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tl.load(keys_of_head + k_offsets[:, None] + dim[None, :], mask=mask, other=0.0)
-        logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+        logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         if MASKED:
             logits = tl.where(token[None, :] <= last_visible[:, None], logits, float("-inf"))
-        higher = tl.maximum(largest, tl.max(logits, axis=1))
-        weights = tl.exp2(logits - higher[:, None])
+        # The scale is positive: a maximum can be scaled in place of all its logits, whose scaling then costs nothing
+        # beside the subtraction.
+        higher = tl.maximum(largest, tl.max(logits, axis=1) * scale)
+        weights = tl.exp2(logits * scale - higher[:, None])
         shrink = tl.exp2(largest - higher)
         total = total * shrink + tl.sum(weights, axis=1)
         values = tl.load(values_of_head + v_offsets[:, None] + dim[None, :], mask=mask, other=0.0)
@@ -98,6 +106,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    HOLD_SPACING: tl.constexpr,
 ) -> None:
     """TOKENS chunk tokens times GROUP query heads of one KV head; row = token * GROUP + member."""
     head = tl.program_id(0)
@@ -134,12 +143,12 @@ def _prefill_kernel(
         largest, total, result = _attend(
             query, keys_of_head, values_of_head, block_table, 0, seen_by_all, last_visible, largest, total, result,
             k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, scale,
-            False, HEAD_DIM, PAD_DIM, BLOCK_SIZE, TILE, PRECISION,
+            False, HEAD_DIM, PAD_DIM, BLOCK_SIZE, TILE, PRECISION, HOLD_SPACING,
         )  # fmt: skip
         largest, total, result = _attend(
             query, keys_of_head, values_of_head, block_table, seen_by_all, end, last_visible, largest, total, result,
             k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, scale,
-            True, HEAD_DIM, PAD_DIM, BLOCK_SIZE, TILE, PRECISION,
+            True, HEAD_DIM, PAD_DIM, BLOCK_SIZE, TILE, PRECISION, HOLD_SPACING,
         )  # fmt: skip
         result = result / total[:, None]
         tl.store(
@@ -181,5 +190,6 @@ def prefill_attention(
         *cache_k.stride()[:3], *cache_v.stride()[:3],
         GROUP=group, TOKENS=tokens, ROWS=query_rows, HEAD_DIM=head_dim, PAD_DIM=padded(head_dim),
         BLOCK_SIZE=block_size, TILE=launch.tile, PRECISION=dot_precision(cache_k),
+        HOLD_SPACING=query_rows * (launch.tile + padded(head_dim)) <= VALUES_PER_WARP * launch.num_warps,
         **launch.options(),
     )  # fmt: skip

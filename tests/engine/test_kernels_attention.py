@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.kernels import reference
-from engine.kernels.decode_plan import reserve_decode_workspace
+from engine.kernels.decode_plan import choose_split_tokens, num_decode_items, reserve_decode_workspace
 from engine.kernels.errors import KernelInputError
 from tests.engine.kernel_cases import INTERPRETED, Place, Sizes, assert_close, make_case, on_every_place, to_numpy
 
@@ -204,3 +204,13 @@ def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
     case = make_case(place, Sizes(num_layers=1, block_size=48))
     with pytest.raises(KernelInputError, match="power of two up to 256, got 48"):
         place.kernels.compact(case.cache_k, case.cache_v, None, *case.laid_out())
+
+
+@pytest.mark.parametrize(("max_requests", "split_tokens"), [(1, 256), (32, 256), (33, 1024), (256, 1024)])
+def test_a_split_is_chosen_by_the_workspace_alone(max_requests: int, split_tokens: int) -> None:
+    assert choose_split_tokens(max_requests) == split_tokens
+    workspace = reserve_decode_workspace(
+        total_tokens=5000, max_requests=max_requests, num_query_heads=2, head_dim=16, device=torch.device("cpu")
+    )
+    assert workspace.split_tokens == split_tokens
+    assert workspace.partial_output.shape[0] == num_decode_items(5000, max_requests, split_tokens)
