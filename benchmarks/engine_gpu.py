@@ -7,6 +7,7 @@ after `--seconds` if need be (then: seconds until that share of all tokens was o
 """
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -60,9 +61,7 @@ def submit(engine: Engine, load: Workload, limit: int | None = None) -> int:
         prompt = list(asked.prompt_ids or range(asked.prompt_tokens))
         prompt = [token % engine.loaded.config.vocab_size for token in prompt]
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        sequence = engine.loop.submit(asked, prompt, params, Output(params, (), None), may_stop=False, arrival_ns=0)
-        if sequence.request.finish_ns < 0:
-            engine.sampler.add(sequence.request.number, params, prompt)
+        engine.loop.submit(asked, prompt, params, Output(params, (), None), may_stop=False, arrival_ns=0)
         total += length
     return total
 
@@ -145,7 +144,6 @@ def decode(settings: EngineSettings, loaded: LoadedModel, batches: list[int], co
             prompt = torch.randint(0, config.vocab_size, (asked.prompt_tokens,), generator=generator).tolist()
             params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
             engine.loop.submit(asked, prompt, params, Output(params, (), None), may_stop=False, arrival_ns=0)
-            engine.sampler.add(number, params, prompt)
         while engine.loop.step():
             pass
         engine.loop.drain()
@@ -172,9 +170,15 @@ def decode(settings: EngineSettings, loaded: LoadedModel, batches: list[int], co
         )
         print(rows[-1], flush=True)
         del engine
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     return rows
+
+
+def free_memory() -> None:
+    """Let go of the last engine's cache (its parts refer to one another) before the next is made."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def weight_bytes(loaded: LoadedModel) -> int:
@@ -197,7 +201,6 @@ def prefill(settings: EngineSettings, loaded: LoadedModel, length: int) -> dict[
         prompt = torch.randint(0, loaded.config.vocab_size, (length,), generator=generator).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         engine.loop.submit(asked, prompt, params, Output(params, (), None), may_stop=False, arrival_ns=0)
-        engine.sampler.add(index, params, prompt)
     while engine.loop.step():
         pass
     engine.loop.drain()
@@ -242,8 +245,11 @@ def main() -> None:
     if options.what == "decode":
         results["decode"] = decode(settings, loaded, [int(b) for b in options.batches.split(",")], options.context)
     elif options.what == "prefill":
-        results["prefill"] = [prefill(settings, loaded, length) for length in (512, 2048)]
-        print(results["prefill"])
+        results["prefill"] = []
+        for length in (512, 2048):
+            results["prefill"].append(prefill(settings, loaded, length))
+            print(results["prefill"][-1], flush=True)
+            free_memory()
     else:
         name, *policies = options.names
         load = read_trace(shared(f"{name}.jsonl"))
@@ -254,8 +260,7 @@ def main() -> None:
             shown = ("policy", "complete", "wall_s", "set_up_s", "tokens_out", "tokens_per_s", "seconds_to_share")
             print({key: figures[key] for key in (*shown, "step_ms", "gap_ms_mean", "digest")}, flush=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
     options.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 
 
