@@ -93,6 +93,9 @@ class CompressionStream:
                     event = self._timed_compress(requests)
                 self._running.append(Started(numbers, event))
         except (RuntimeError, ValueError) as error:
+            # Part of it may have been launched: it is over, and its blocks are free, no sooner than that.
+            over = self._stream.record_event() if self._stream is not None and not inline else None
+            self._running.append(Started(numbers, over))
             return dict.fromkeys(numbers, f"compression failed: {error}")
         return {}
 
