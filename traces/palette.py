@@ -50,7 +50,7 @@ SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "
 MARK_LOOKS = {
     "preemption": Look("preemption", "#3c3c3c", "", "P", "triangle-down"),
     "compression": Look("compression", "#d55e00", "", "C", "x"),
-    "full": Look("no block available", "#b00020", "", "!", "line-ns"),
+    "full": Look("no block available", "#d7263d", "", "!", "line-ns"),
 }
 
 

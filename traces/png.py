@@ -13,8 +13,10 @@ from traces.palette import darker, rgb
 ByteArray = npt.NDArray[np.uint8]
 
 
-def indexed_png(pixels: ByteArray, colours: Sequence[str], clear: int | None = None) -> bytes:
-    """An 8-bit PNG of `pixels` [height, width], each an index into `colours` ("#rrggbb"); index `clear` is see-through.
+def indexed_png(pixels: ByteArray, colours: Sequence[str], clear: int | None = None, alpha: int = 0) -> bytes:
+    """An 8-bit PNG of `pixels` [height, width], each an index into `colours` ("#rrggbb").
+
+    Index `clear` is see-through: 0 (entirely) to 255 (not at all) of its colour covers what is behind.
 
     Layout: W3C, Portable Network Graphics (third edition), chunks IHDR, PLTE, tRNS, IDAT, IEND.
     """
@@ -26,7 +28,7 @@ def indexed_png(pixels: ByteArray, colours: Sequence[str], clear: int | None = N
     palette = bytes(part for colour in colours for part in rgb(colour))
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)), (b"PLTE", palette)]
     if clear is not None:
-        chunks.append((b"tRNS", bytes(0 if index == clear else 255 for index in range(len(colours)))))
+        chunks.append((b"tRNS", bytes(alpha if index == clear else 255 for index in range(len(colours)))))
     chunks += [(b"IDAT", zlib.compress(lines.tobytes(), 6)), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dashboard.figures.style import INK, area, finish, times
+from dashboard.figures.style import FREE_ALPHA, INK, area, finish, times
 from traces.detail import count_marks, dominant, fullest_counts, lives_at, shares
 from traces.follow import Held, blocks_of, fill_at
 from traces.holding import Holdings
@@ -83,7 +83,7 @@ def picture(occupancy: Occupancy, shown: Shown, colour_by: str, request: int | N
         cells[_held_cells(blocks_of(occupancy, request), shown, cells.shape)] = 2
         colours, hatches = ["#ffffff", DIMMED, CHOSEN], ["", "", ""]
     pixels = textured(enlarge(cells, *PICTURE), hatches)
-    return data_uri(indexed_png(pixels, textured_colours(colours), clear=0))
+    return data_uri(indexed_png(pixels, textured_colours([INK, *colours[1:]]), clear=0, alpha=FREE_ALPHA))
 
 
 def _held_cells(held: Held, shown: Shown, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from traces.palette import Look, darker
+from traces.palette import BLOCK_LOOKS, Look, darker
 
 MAX_MARKS = 5_000  # points, bars and cells that one figure may hold
 INK = "#808893"  # readable on white and on black
 GRID = "rgba(128, 136, 147, 0.22)"
+FREE_ALPHA = 56  # of 255: free blocks are a tint of INK over whatever the page's background is
+FREE_FILL = f"rgba(128, 136, 147, {FREE_ALPHA / 255:.3f})"
 CONFIG = {
     "displaylogo": False,
     "scrollZoom": False,
@@ -70,7 +72,7 @@ def empty(words: str, height: int = 160) -> go.Figure:
 
 def area(look: Look, x: Sequence[float], y: Sequence[float], group: str, name: str = "") -> go.Scatter:
     """One layer of a stack, filled with the colour and the hatch of what it stands for."""
-    fill: Mapping[str, Any] = {"fillcolor": look.colour}
+    fill: Mapping[str, Any] = {"fillcolor": FREE_FILL if look is BLOCK_LOOKS["free"] else look.colour}
     if look.hatch:
         lines = {"shape": look.hatch, "fgcolor": darker(look.colour), "bgcolor": look.colour}
         fill = {"fillpattern": lines | {"size": 6, "solidity": 0.25}}

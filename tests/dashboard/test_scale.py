@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
+
+pytest.importorskip("plotly")
+
+import plotly.graph_objects as go
 
 from dashboard.figures.activity import NUM_BINS, activity_figure, holders_figure
 from dashboard.figures.compare import latency_figure, strips_figure
