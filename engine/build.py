@@ -1,6 +1,7 @@
 """From settings to an engine that runs: model, cache, scheduler, runner and loop put together."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,6 +86,7 @@ def build_engine(
     loaded: LoadedModel | None = None,
     sink: Sink | None = None,
     prefix_block_size: int | None = None,
+    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Engine:
     """Load the model (unless it is given), reserve the cache, warm everything up.
 
@@ -118,7 +120,7 @@ def build_engine(
         raise EngineError(f"CUDA graphs need a CUDA device, not {settings.device!r}")
     runner = Runner(loaded.model, cache, kernels, compression, sampler, scheduler, graphs)
     steps = StepLog(scheduler)
-    loop = EngineLoop(scheduler, runner, sampler, steps, overlap=settings.overlap, clock=time.perf_counter_ns)
+    loop = EngineLoop(scheduler, runner, sampler, steps, overlap=settings.overlap, clock=clock)
     return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, runner, graphs, loop, steps)
 
 

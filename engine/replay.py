@@ -61,6 +61,7 @@ def replay(
     loaded: LoadedModel | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
+    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Replayed:
     """Run a workload on the engine; with `out` it is also written there as a recording.
 
@@ -69,7 +70,7 @@ def replay(
     run, whose recording is then readable and marked as incomplete.
     """
     recorder = EngineRecorder()
-    engine = build_engine(settings, loaded, recorder.sink, workload.meta.block_size)
+    engine = build_engine(settings, loaded, recorder.sink, workload.meta.block_size, clock)
     prompts = Prompts(workload, engine.loaded.config.vocab_size, how.seed)
     recorder.open(engine, out, _origin(workload, how, prompts.notes), workload.meta.block_size)
     player = _Player(engine, recorder, workload, prompts, how)
