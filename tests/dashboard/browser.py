@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(
@@ -88,7 +88,11 @@ class Visitor:
         self.page.set_default_timeout(PATIENCE_MS)
         self.page.on("console", lambda message: self._note(message.type, message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(f"page error: {error}"))
-        self.page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
+        self.page.on("requestfailed", self._note_failed)
+
+    def _note_failed(self, request: Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # that is a reader who has gone on to another page
+            self.complaints.append(f"failed: {request.url}: {request.failure}")
 
     def _note(self, kind: str, text: str) -> None:
         if kind == "error":
