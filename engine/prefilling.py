@@ -7,6 +7,7 @@ import torch
 
 from engine.attention import PrefillInputs
 from engine.cache import CacheShape
+from engine.transfer import moved
 from policies.core.plan import PrefillChunk
 
 TokenIds = Callable[[int], Sequence[int]]  # request number -> prompt and output ids so far
@@ -40,8 +41,8 @@ def prefill_inputs(
         tables[row, : len(chunk.request.table)] = chunk.request.table
     tokens = np.concatenate([np.concatenate(part) for part in (ids, positions, slots, windows)])
     counts = np.concatenate([np.asarray(lengths), np.asarray(starts), tables.ravel()])
-    wide = _to_device(torch.from_numpy(tokens), device).view(4, -1)
-    narrow = _to_device(torch.from_numpy(counts.astype(np.int32)), device)
+    wide = moved(torch.from_numpy(tokens), device).view(4, -1)
+    narrow = moved(torch.from_numpy(counts.astype(np.int32)), device)
     num = len(chunks)
     return PrefillInputs(
         token_ids=wide[0],
@@ -52,7 +53,3 @@ def prefill_inputs(
         lengths=narrow[:num],
         query_starts=narrow[num : 2 * num + 1],
     )
-
-
-def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.transfer import moved
+
 TOKEN, POSITION, LENGTH, SLOT, TABLE = 0, 1, 2, 3, 4  # columns; the block table fills the rest
 PAD = -1
 
@@ -49,9 +51,7 @@ class DecodeRows:
         if not self._indices:
             return
         last = dict(zip(self._indices, self._values, strict=True))
-        pairs = torch.tensor([list(last), list(last.values())], dtype=torch.int64)
-        if self.state.is_cuda:
-            pairs = pairs.pin_memory().to(self.state.device, non_blocking=True)
+        pairs = moved(torch.tensor([list(last), list(last.values())], dtype=torch.int64), self.state.device)
         self.state.view(-1).index_copy_(0, pairs[0], pairs[1].to(torch.int32))
         self._indices.clear()
         self._values.clear()

@@ -17,6 +17,7 @@ from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows,
 from engine.sampler import Logprobs
 from engine.sampling import StepSampler, TokenLogprobs, row_of
 from engine.swapping import HostSwap
+from engine.transfer import sent
 from policies.core.plan import StepPlan
 from policies.core.policy import Join
 from policies.core.request import Phase, Request
@@ -180,7 +181,7 @@ class Runner:
             members = [self._row_of[request.number] for request in self._members]
             if self._graphs is not None and members and self._graphs.fits(len(members)):
                 self._bound = self._graphs.bind(members)
-            self._member_rows = torch.tensor(members, dtype=torch.int64, device=self._device)
+            self._member_rows = sent(members, self._device)
 
     def _start_rows(self, plan: StepPlan) -> None:
         """Requests whose prefill ends in this step decode in the next: their rows wait for the sampled token."""
@@ -210,12 +211,12 @@ class Runner:
             start += chunk.count
             if chunk.last and chunk.request.target_tokens:
                 rows.append(start - 1)
-        logits = self._forward(decode, prefill, torch.tensor(rows, dtype=torch.int64, device=self._device))
+        logits = self._forward(decode, prefill, sent(rows, self._device))
         tokens = self._sampler.sample(logits, [request.number for request in (*members, *ending)])
         if decode is not None:
             advance(self._rows.state, decode, tokens[: len(members)])
         if ending:
-            started = torch.tensor([self._row_of[request.number] for request in ending], device=self._device)
+            started = sent([self._row_of[request.number] for request in ending], self._device)
             self._rows.state[started, TOKEN] = tokens[len(members) :].to(torch.int32)
         return tokens
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.cache import PagedCache
+from engine.transfer import sent
 
 
 @dataclass
@@ -33,8 +34,8 @@ class HostSwap:
     def out(self, number: int, blocks: list[int], slot: int, token: int, position: int, length: int) -> None:
         """Start to copy a request's blocks to the host; they stay untouched until the next step has begun."""
         cache = self._cache
-        index = torch.tensor(blocks, device=cache.k.device)
         with self._beside():
+            index = sent(blocks, cache.k.device)
             parts = [cache.k[:, index], cache.v[:, index]]
             compressed = cache.shape.num_slots > 0
             parts += [cache.history[:, index]] if compressed else []
@@ -55,8 +56,8 @@ class HostSwap:
     def back(self, number: int, blocks: list[int], slot: int) -> HostCopy:
         """Start to copy a request back into fresh blocks (and its queries into its slot, if it got one)."""
         copy, cache = self._copies.pop(number), self._cache
-        index = torch.tensor(blocks, device=cache.k.device)
         with self._beside():
+            index = sent(blocks, cache.k.device)
             cache.k[:, index] = copy.k.to(cache.k.device, non_blocking=True)
             cache.v[:, index] = copy.v.to(cache.v.device, non_blocking=True)
             if copy.history is not None:

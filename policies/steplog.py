@@ -59,6 +59,9 @@ class StepLog:
         state = self._scheduler.state
         stalled_for_slot = state.num_waiting_for_slot
         first_tokens = 0
+        idle_tokens = state.idle_tokens
+        if not decodes:  # members of the decoding set sit this step out; their newest tokens are not written yet
+            idle_tokens += state.decoding.context_tokens - state.decoding.num_requests
         if plan is None:
             work = (0, 0, 0, 0, len(state.compressing), 0, 0)
         else:
@@ -75,7 +78,7 @@ class StepLog:
             )
         self._stretches += (
             steps, step, decodes, context, *work, len(state.running), len(state.waiting), stalled_for_slot,
-            len(state.stalled) - stalled_for_slot, state.pool.num_shared_extra, state.idle_tokens, first_tokens,
+            len(state.stalled) - stalled_for_slot, state.pool.num_shared_extra, idle_tokens, first_tokens,
         )  # fmt: skip
 
     def take(self) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from zlab.outcome import Command
 from zlab.parity import parity
 from zlab.policy import app as policy
 from zlab.replay import replay
+from zlab.report import report
 from zlab.sweep import sweep
 from zlab.trace import app as trace
 
@@ -33,6 +34,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(bench)
 app.command()(parity)
+app.command()(report)
 app.add_typer(trace, name="trace")
 
 

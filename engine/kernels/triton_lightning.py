@@ -15,7 +15,7 @@ from engine.kernels.batch import CompressionBatch
 from engine.kernels.triton_common import Launch, check_cache, dot_precision, load_keys, padded
 from engine.kernels.workspace import Scratch, score_tile
 
-LAUNCH = Launch(tile=64, num_warps=8, num_stages=2, max_registers=128)  # `tile` is columns; the rows are a `score_tile`
+LAUNCH = Launch(tile=64, num_warps=4, num_stages=2)  # `tile` is columns; the rows are a `score_tile`
 FLOAT32_LAUNCH = Launch(tile=32, num_warps=8)
 SMALLEST_SQUARE = tl.constexpr(1e-12)  # a key shorter than 1e-6 counts as that long
 
