@@ -66,16 +66,19 @@ def submit(engine: Engine, load: Workload, limit: int | None = None) -> int:
     return total
 
 
-def run(settings: EngineSettings, loaded: LoadedModel, load: Workload, seconds: float) -> dict[str, Any]:
-    """One closed workload to its end, or for so many seconds."""
+def run(
+    settings: EngineSettings, loaded: LoadedModel, load: Workload, seconds: float, until_share: float
+) -> dict[str, Any]:
+    """One closed workload to its end, or for so many seconds, or until that share of its tokens is out."""
     began = time.perf_counter()
     engine = build_engine(settings, loaded)
     set_up = time.perf_counter() - began
     total = submit(engine, load)
     start = time.perf_counter()
-    complete = True
+    complete, produced = True, 0
     while engine.loop.step():
-        if time.perf_counter() - start > seconds:
+        produced += engine.scheduler.state.decoding.num_requests  # near enough to know when to stop
+        if time.perf_counter() - start > seconds or produced > until_share * total + 2000:
             complete = False
             break
     engine.loop.drain()
@@ -225,6 +228,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--max-batched-tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--until-share", type=float, default=2.0, help="stop once that share of the tokens is out")
     parser.add_argument("--batches", default="64,128,256")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--no-overlap", action="store_true")
@@ -255,7 +259,7 @@ def main() -> None:
         load = read_trace(shared(f"{name}.jsonl"))
         results["runs"] = []
         for policy in policies:
-            figures = run(replace(settings, policy=policy), loaded, load, options.seconds)
+            figures = run(replace(settings, policy=policy), loaded, load, options.seconds, options.until_share)
             results["runs"].append({"workload": name, **figures})
             shown = ("policy", "complete", "wall_s", "set_up_s", "tokens_out", "tokens_per_s", "seconds_to_share")
             print({key: figures[key] for key in (*shown, "step_ms", "gap_ms_mean", "digest")}, flush=True)
