@@ -164,7 +164,7 @@ def _limits(
     if length > most:
         raise EngineError(f"max_model_len {length} is more than the {most} positions of {loaded.config.name}")
     limits = Limits(
-        num_blocks=settings.num_blocks or 2,
+        num_blocks=2 if settings.num_blocks is None else settings.num_blocks,
         block_size=settings.block_size,
         max_batched_tokens=settings.max_batched_tokens,
         max_running=settings.max_running,

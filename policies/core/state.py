@@ -176,7 +176,7 @@ class State:
         self.host_blocks_used -= request.swapped_blocks
         request.swapped_blocks = 0
         self.charge_output(request)
-        request.status, request.reason, request.message = status, reason, message
+        request.status, request.reason, request.message = status, reason, message or request.message
         self.enter(request, Phase.DONE)
         request.finish_ns = self.now_ns
         self.journal.emit(TERMINAL[status], request.number, reason)
