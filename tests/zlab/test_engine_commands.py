@@ -33,7 +33,7 @@ def test_a_model_answers() -> None:
     assert result.exit_code == 0
     assert "Paris" in result.stdout
     assert result.stderr == ""
-    plain = zlab(*answer, "--no-chat", "--policy", "full-kv", "--top-p", "0.5")
+    plain = zlab("generate", "The capital of France", *answer[2:], "--no-chat", "--policy", "full-kv")
     assert plain.exit_code == 0
     assert len(plain.stdout) > 1
     assert plain.stdout != result.stdout
