@@ -87,8 +87,11 @@ def build_engine(
     sink: Sink | None = None,
     prefix_block_size: int | None = None,
     clock: Callable[[], int] = time.perf_counter_ns,
+    make_sampler: Callable[..., StepSampler] = StepSampler,
 ) -> Engine:
     """Load the model (unless it is given), reserve the cache, warm everything up.
+
+    `clock` counts nanoseconds; `make_sampler` takes what `StepSampler` takes.
 
     Raises EngineError, ModelError, PolicyError or ConfigError with what does not fit together.
     """
@@ -108,7 +111,7 @@ def build_engine(
         workspace = _workspace(shape, limits, scheduler.state.floor, device)
         compression = CompressionStream(cache, kernels, chosen, workspace, scheduler.state.floor)
     decoding = scheduler.state.decoding
-    sampler = StepSampler(
+    sampler = make_sampler(
         loaded.config.vocab_size,
         device,
         lambda number: decoding.tokens(scheduler.state.requests[number])[1],
