@@ -1,4 +1,5 @@
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,8 @@ def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("zlab.report.find_spec", lambda name: None)
+    module = sys.modules["zlab.report"]  # the package's attribute of this name is the command
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["report", folder("hybrid"), "--out", str(tmp_path / "report.html")])
     assert done.exit_code == 2
     assert "pip install 'zipage-lab[dashboard]'" in done.output
