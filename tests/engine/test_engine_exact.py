@@ -48,7 +48,8 @@ def prompts(loaded: LoadedModel) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def expected(prompts: dict[str, list[int]]) -> dict[str, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # transformers reads the header several times over
+        for name in ("GGUFReader", "get_tensor_name_map"):  # transformers asks for them over and over, seconds each
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
         oracle: Any = transformers.AutoModelForCausalLM.from_pretrained(
             bundled_gguf().parent, gguf_file=bundled_gguf().name, dtype=torch.float32
         )
