@@ -73,6 +73,8 @@ def _try(state: State, plan: StepPlan, request: Request, token_budget: int) -> i
     fill = request.total_tokens - (held - 1) * state.limits.block_size
     if not _slot_allows(state, held, fill):
         return None
+    if not _blocks_allow(state, request, held - min(request.content.num_blocks, held)):
+        return None  # whatever it finds in the cache: blocks that only it can match come out of the free ones
     hits = match(state, request)
     admission = state.policy.admission
     refs = state.pool.refs
