@@ -88,25 +88,38 @@ def crowd(num_requests: int) -> Workload:
     return chat(num_requests, ChatShape(), Poisson(RATE), seed=7)
 
 
-def scaling(most: int) -> list[dict[str, Any]]:
-    """Cost of a step over three orders of magnitude of requests, in one process each (peak memory is a process's)."""
-    code = (
-        "import json,resource,sys,time,tempfile;from pathlib import Path;from benchmarks.sim_speed import crowd,replay,"
-        "Limits;n=int(sys.argv[1]);w=crowd(n);t=time.perf_counter();d=tempfile.mkdtemp();"
-        "r=replay(w,'full-kv',limits=Limits(num_blocks=16384,block_size=16,max_running=256),out=Path(d)/'run');"
-        "e=time.perf_counter()-t;import shutil;shutil.rmtree(d);s=r.summary;"
-        "print(json.dumps({'requests':n,'steps':s['steps'],'output_tokens':s['output_tokens'],'finished':"
-        "s['requests_finished'],'refused':s['requests_refused'],'wall_s':e,'us_per_step':e/s['steps']*1e6,"
-        "'us_per_request':e/n*1e6,'preemptions':s['preemptions'],"
-        "'peak_gb':resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e6}))"
-    )
+CHILD = """
+import json, resource, shutil, sys, tempfile, time
+from pathlib import Path
+from benchmarks.sim_speed import Limits, crowd, replay, steady
+make, number, blocks = {"crowd": crowd, "steady": steady}[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3])
+load, folder = make(number), tempfile.mkdtemp()
+start = time.perf_counter()
+limits = Limits(num_blocks=blocks, block_size=16, max_running=256)
+run = replay(load, "full-kv", limits=limits, out=Path(folder) / "run")
+wall = time.perf_counter() - start
+shutil.rmtree(folder)
+keys = ("steps", "output_tokens", "requests_finished", "requests_refused", "preemptions", "running_mean")
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+print(json.dumps({"workload": sys.argv[1], "requests": number, "blocks": blocks, "wall_s": wall, "peak_gb": peak,
+    "us_per_step": wall / run.summary["steps"] * 1e6, "us_per_request": wall / number * 1e6}
+    | {key: run.summary[key] for key in keys}))
+"""
+
+
+def steady(num_requests: int) -> Workload:
+    """The same load however long it lasts: small requests at a rate the card keeps up with."""
+    return fixed(num_requests, 128, 64, 40.0, 1)
+
+
+def grown(workload: str, requests: list[int], blocks: list[int]) -> list[dict[str, Any]]:
+    """One replay a number of requests and pool size, each in a process of its own (peak memory is a process's)."""
     rows = []
-    num_requests = 1_000
-    while num_requests <= most:
-        command = [sys.executable, "-c", code, str(num_requests)]
-        rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-        print(rows[-1], file=sys.stderr)
-        num_requests *= 10
+    for number in requests:
+        for pool in blocks:
+            command = [sys.executable, "-c", CHILD, workload, str(number), str(pool)]
+            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            print(rows[-1], file=sys.stderr)
     return rows
 
 
@@ -115,8 +128,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    parser.add_argument("--scaling", action="store_true", help="cost of a step over 10^3..10^5 requests")
-    parser.add_argument("--million", action="store_true", help="and 10^6")
+    parser.add_argument("--scaling", action="store_true", help="cost of a step over numbers of requests and pool sizes")
+    parser.add_argument("--million", action="store_true", help="a million chat requests: memory (about 20 minutes)")
     options = parser.parse_args()
     results: dict[str, Any] = {
         "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
@@ -134,8 +147,11 @@ def main() -> None:
             f"{name:24} {figures['tokens_per_wall_s'] / 1e6:10.2f} {figures['requests_per_wall_s']:11.0f} "
             f"{figures['us_per_step']:8.1f} {wall['median']:7.2f} ({wall['min']:.2f}..{wall['max']:.2f})"
         )
-    if options.scaling or options.million:
-        results["scaling"] = scaling(1_000_000 if options.million else 100_000)
+    if options.scaling:
+        results["requests"] = grown("steady", [1_000, 10_000, 100_000, 1_000_000], [4_096])
+        results["pool"] = grown("steady", [10_000], [4_096, 65_536, 1_048_576])
+    if options.million:
+        results["million"] = grown("crowd", [1_000_000], [16_384])
     results["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
