@@ -7,7 +7,7 @@ from typing import Any
 
 
 class AtBoundary:
-    """While entered, the first Ctrl-C is kept until `check` is called; a second one interrupts at once.
+    """While entered, the first Ctrl-C is kept until `check` is called, or until it ends; a second interrupts at once.
 
     Elsewhere than on the main thread signals are left alone.
     """
@@ -38,3 +38,5 @@ class AtBoundary:
     ) -> None:
         if self._installed:
             signal.signal(signal.SIGINT, self._before)
+            if self._asked and kind is None:
+                signal.raise_signal(signal.SIGINT)  # it came after the last check: whoever is outside hears of it

@@ -3,12 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from sim.interrupt import AtBoundary
 from sim.parallel import results
 from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario
 from sim.sweep import SEED, Point, Row, Value, points, run_point, split_values
@@ -103,7 +105,7 @@ def sweep(
     workload = source.read if SEED in values else source.read(silent=as_json)
     todo = points(workload, values, base)
     with spread(backend, jobs, cluster), Bar("sweep", len(todo), "points", as_json) as bar:
-        rows, interrupted = gather(todo, bar)
+        rows, interrupted = gather(todo, bar, in_this_process=jobs == 1 and backend is Backend.loky)
     ordered = [rows[index] for index in sorted(rows)]
     report(ordered, values, out, as_json)
     failed = sum(row.error is not None for row in ordered)
@@ -116,13 +118,20 @@ def sweep(
         raise fail("no point could run", WENT_WRONG)
 
 
-def gather(todo: Sequence[Point], on_done: Callable[[int], None]) -> tuple[dict[int, Row], bool]:
-    """Rows by place, and whether Ctrl-C cut the work short."""
+def gather(todo: Sequence[Point], on_done: Callable[[int], None], in_this_process: bool) -> tuple[dict[int, Row], bool]:
+    """Rows by place, and whether Ctrl-C cut the work short.
+
+    Where the points run in this process, it is taken between them or at a step of one: raised just anywhere, it could
+    fall into code that swallows it (a finaliser, say).
+    """
     rows: dict[int, Row] = {}
+    interrupt = AtBoundary()
     try:
-        for index, row in results(run_point, todo):
-            rows[index] = row
-            on_done(len(rows))
+        with interrupt if in_this_process else nullcontext():
+            for index, row in results(run_point, todo):
+                rows[index] = row
+                on_done(len(rows))
+                interrupt.check()
     except KeyboardInterrupt:
         return rows, True
     return rows, False

@@ -1,11 +1,13 @@
 """The simulator as a driver: quiet stretches change nothing, recordings are whole, real traces run to their end."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from policies.core.limits import Limits
+from sim.interrupt import AtBoundary
 from sim.replay import load_run, replay
 from tests.shared import SHARED, needs_shared
 from tests.sim.simulate import request, simulate, workload
@@ -130,3 +132,8 @@ def test_prefix_hits_come_near_the_least_recently_used_bound() -> None:
     blocks = sum(-(-item.prompt_tokens // 512) for item in load)
     assert 0.04 < run.summary["prefix_hit_tokens"] / 512 / blocks < 0.12
     assert replay(load, "full-kv:prefix=none").summary["prefix_hit_tokens"] == 0
+
+
+def test_an_interrupt_after_the_last_check_is_not_lost() -> None:
+    with pytest.raises(KeyboardInterrupt), AtBoundary(), AtBoundary():
+        signal.raise_signal(signal.SIGINT)
