@@ -113,19 +113,21 @@ class Decoding:
         if tick <= request.due_tick:
             self._growth.setdefault(tick, []).append(request)
 
-    def grow_all(self, pool: BlockPool, journal: Journal) -> bool:
-        """Give every member that needs a block in the next decode step one; False (and nothing done) if they lack.
+    def grow_all(self, pool: BlockPool, journal: Journal) -> None:
+        """Give members that need a block in the next decode step one each, in running order, while there are any.
 
-        Members that now hold as many blocks as need a decision may have fallen due.
+        Those that got none are still growing. Members that now hold as many blocks as need a decision may be due.
         """
-        requests = self._growth.get(self.tick)
+        requests = self._growth.pop(self.tick, None)
         if requests is None:
-            return True
-        if len(requests) > pool.num_free:
-            return False
-        del self._growth[self.tick]
-        self._grow_all(requests, pool, journal, self.tick)
-        return True
+            return
+        growing = self._growing(requests)
+        lacking = growing[pool.num_free :]
+        self._grow_all(growing[: pool.num_free], pool, journal, self.tick)
+        for request in lacking:
+            request.grow_tick = self.tick
+        if lacking:
+            self._growth[self.tick] = lacking
 
     def take_growing(self) -> list[Request]:
         """Members that need a block in the next decode step; they are handed out once."""
@@ -182,7 +184,7 @@ class Decoding:
                 if len(requests) > pool.num_free:
                     break
                 del growth[tick]
-                last = self._grow_all(requests, pool, journal, last)
+                last = self._grow_all(self._growing(requests), pool, journal, last)
                 now_free = (pool.num_free, pool.num_cached)
             blocks.append(now_free)
             journal.step += 1
@@ -190,12 +192,9 @@ class Decoding:
         self.context_tokens += self.num_requests * (self.tick - start)
         return blocks
 
-    def _grow_all(self, requests: list[Request], pool: BlockPool, journal: Journal, last: int) -> int:
-        """One fresh block for each valid entry, in running order; returns the tick before which to stop."""
-        tick, size, growth = self.tick, self._block_size, self._growth
-        decides_from = self._decides_from
-        next_tick = tick + size
-        later: list[Request] = []
+    def _growing(self, requests: list[Request]) -> list[Request]:
+        """The valid ones of the entries for the next decode step, in running order."""
+        tick = self.tick
         growing: list[Request] = []
         for request in requests:
             if request.grow_tick == tick:
@@ -203,6 +202,14 @@ class Decoding:
                 growing.append(request)
         if len(growing) > 1:
             growing.sort(key=_line)
+        return growing
+
+    def _grow_all(self, growing: list[Request], pool: BlockPool, journal: Journal, last: int) -> int:
+        """One fresh block for each, in the order given; returns the tick before which to stop."""
+        tick, size, growth = self.tick, self._block_size, self._growth
+        decides_from = self._decides_from
+        next_tick = tick + size
+        later: list[Request] = []
         taken = pool.take(len(growing))
         rows, step = journal.rows, journal.step
         journal.blocks += taken

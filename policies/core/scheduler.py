@@ -250,12 +250,13 @@ class Scheduler:
         if state.slots_due:
             hand_out_slots(state)
         due = decoding.take_undecided()
-        if due or state.stalled or state.paused or not decoding.grow_all(state.pool, state.journal):
+        if due or state.stalled or state.paused:
             due += decoding.take_growing()
             due += state.stalled.values()
             due += list(state.paused.values())[: max(state.limits.step_requests - decoding.num_requests, 0)]
         else:
-            due = decoding.take_undecided()  # growth may have brought a member to its window
+            decoding.grow_all(state.pool, state.journal)
+            due = decoding.take_undecided() + decoding.take_growing()  # those at their window, those without a block
         if len(due) > 1:
             due.sort(key=lambda request: request.line)
         for request in due:
