@@ -1,7 +1,10 @@
 """Replay a workload in simulation: one call from workload, policy, GPU and model to a run that can be looked at."""
 
+import gc
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +24,7 @@ from traces.recording import FolderRecorder, MemoryRecorder, Recorder
 from traces.run import Run, load_run
 from traces.workload import TraceRequest, Workload
 
+COLLECT_EVERY = 100_000  # new containers
 __all__ = ["Run", "default_limits", "lengthen", "load_run", "replay"]
 
 
@@ -130,7 +134,7 @@ def replay(
     simulation = Simulation(workload, policy, limits, cost, recorder, quiet, at_boundary)
     started = time.perf_counter()
     try:
-        with interrupt:
+        with interrupt, seldom_collecting():
             simulation.run()
             interrupt.check()
     except BaseException as error:
@@ -140,6 +144,17 @@ def replay(
     run = load_run(out) if out is not None else Run(memory)
     recorder.close(summary=run.summary)
     return run
+
+
+@contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """Look for reference cycles less often: a run makes few, and rows by the million to search through."""
+    before = gc.get_threshold()
+    gc.set_threshold(COLLECT_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _results(simulation: Simulation, started: float) -> dict[str, Any]:
