@@ -87,8 +87,6 @@ def run(
     assert columns is not None
     steps = to_table("steps", columns)
     alive = [(request, -1) for request in engine.scheduler.live()]
-    for request, _ in alive:
-        engine.scheduler.state.decoding.settle_if_member(request)
     ended = [*engine.loop.ended, *alive]
     requests = to_table("requests", request_columns([item[0] for item in ended], [item[1] for item in ended]))
     manifest = {

@@ -85,10 +85,7 @@ class EngineRecorder:
         wall_s = time.perf_counter() - self._opened
         self.collect()
         self._write_steps()
-        alive = list(engine.scheduler.live())
-        for request in alive:
-            engine.scheduler.state.decoding.settle_if_member(request)
-        self._ended += [(request, -1) for request in alive]
+        self._ended += [(request, -1) for request in engine.scheduler.live()]
         self._write_requests()
         results = {
             "digest": engine.scheduler.digest(),

@@ -79,10 +79,7 @@ class Simulation:
     def flush(self) -> None:
         """Hand everything noted so far to the recorder, requests that are still alive included."""
         self._write_steps()
-        alive = list(self.scheduler.live())
-        for request in alive:
-            self.scheduler.state.decoding.settle_if_member(request)
-        self._ended += [(request, -1) for request in alive]
+        self._ended += [(request, -1) for request in self.scheduler.live()]
         self._write_requests()
         self.scheduler.state.journal.flush()
 

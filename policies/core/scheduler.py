@@ -93,7 +93,9 @@ class Scheduler:
         return request
 
     def live(self) -> Iterator[Request]:
-        """Every request that has not ended, in submission order."""
+        """Every request that has not ended, in submission order, its token counts brought up to now."""
+        for request in self.state.requests.values():
+            self.state.decoding.settle_if_member(request)
         return iter(self.state.requests.values())
 
     def take_ended(self) -> list[Request]:
@@ -287,8 +289,7 @@ class Scheduler:
             state.start_decoding(request)
 
     def _finish(self, request: Request, reason: Reason | None = None) -> None:
-        if request.phase is Phase.DECODE:
-            self.state.decoding.settle(request)
+        self.state.decoding.settle_if_member(request)
         assert reason is not None or request.generated >= request.target_tokens
         if reason is None:
             stopped = request.forced_output_tokens == request.target_tokens and (
