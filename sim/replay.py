@@ -3,7 +3,7 @@
 import gc
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +12,7 @@ from typing import Any
 
 from policies.core.limits import Limits
 from policies.core.policy import Policy
+from policies.core.scheduler import Scheduler
 from policies.record import names
 from policies.spec import load_policy, policy_digest, policy_to_toml
 from sim.cost import CostModel, roofline
@@ -95,6 +96,7 @@ def replay(
     length_multiplier: float = 1.0,
     quiet: bool = True,
     progress: Progress | None = None,
+    make_scheduler: Callable[..., Scheduler] = Scheduler,
 ) -> Run:
     """Simulate a workload and return the run; with `out` it is also written there as a recording.
 
@@ -109,6 +111,7 @@ def replay(
         length_multiplier: output of requests that get compressed, relative to what the workload says.
         quiet: take stretches without a decision at once (the decisions and times are the same without).
         progress: called now and then with (requests ended, requests in all, simulated ns).
+        make_scheduler: takes what `Scheduler` takes; another one may look on while it decides.
 
     Ctrl-C is taken at a step boundary, leaves a readable recording marked as incomplete and is raised; a second one
     does not wait.
@@ -131,7 +134,7 @@ def replay(
             progress(num_ended, num_requests, now_ns)
         interrupt.check()
 
-    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, at_boundary)
+    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, at_boundary, make_scheduler)
     started = time.perf_counter()
     try:
         with interrupt, seldom_collecting():

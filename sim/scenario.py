@@ -1,10 +1,12 @@
 """Everything a run needs besides its workload, as plain values: what a command line names and a sweep varies."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from policies.core.limits import Limits
 from policies.core.policy import Policy
+from policies.core.scheduler import Scheduler
 from policies.spec import load_policy
 from sim.cost import CostModel, roofline
 from sim.errors import SimError
@@ -73,6 +75,7 @@ class Scenario:
         out: Path | str | None = None,
         quiet: bool = True,
         progress: Progress | None = None,
+        make_scheduler: Callable[..., Scheduler] = Scheduler,
     ) -> Run:
         """Replay the workload, as `sim.replay.replay` does. Raises what `set_up` and `check_blocks` raise."""
         setup = self.set_up()
@@ -88,6 +91,7 @@ class Scenario:
             self.length_multiplier,
             quiet,
             progress,
+            make_scheduler,
         )
 
     def _cost(self, policy: Policy, gpu: Gpu, model: Model) -> CostModel:

@@ -46,10 +46,12 @@ class Simulation:
         recorder: Recorder,
         quiet: bool = True,
         progress: Progress | None = None,
+        make_scheduler: Callable[..., Scheduler] = Scheduler,
     ) -> None:
+        """`make_scheduler` takes what `Scheduler` takes."""
         self.workload = workload
         self.env = simpy.Environment(initial_time=0)
-        self.scheduler = Scheduler(policy, limits, self._write_events, prefix_block_size=workload.meta.block_size)
+        self.scheduler = make_scheduler(policy, limits, self._write_events, prefix_block_size=workload.meta.block_size)
         self.compression_ns = 0  # work of all compressions, alone on the card
         self.swapped_tokens = 0
         self._cost = cost
