@@ -117,10 +117,13 @@ class EngineLoop:
         self.scheduler.abort(id, self._tell(self.now_ns()))
         self._collect(None)
 
-    def token_ids(self, number: int) -> list[int]:
-        """Prompt and output of a request so far; waits for steps under way."""
-        self.drain()
+    def token_ids(self, number: int, count: int) -> list[int]:
+        """The first `count` ids of a request, prompt and output; waits for steps under way only if some lack."""
         sequence = self.sequences[number]
+        if count <= len(sequence.prompt_ids):
+            return sequence.prompt_ids
+        if count > len(sequence.prompt_ids) + len(sequence.output.token_ids):
+            self.drain()
         return sequence.prompt_ids + sequence.output.token_ids
 
     def _output_ids(self, number: int) -> list[int]:
