@@ -139,7 +139,8 @@ class EngineLoop:
             self.drain()
             self._collect(None)
             return False
-        current = _UnderWay(plan, self._runner.execute(plan), self.now_ns())
+        start_ns = self.now_ns()  # before execute: enqueuing belongs to the step, and without CUDA it is the step
+        current = _UnderWay(plan, self._runner.execute(plan), start_ns)
         self._steps.plan(plan)
         self._under_way.append(current)
         if self._overlap and not self._num_may_stop and not current.result.failed:
