@@ -35,6 +35,8 @@ class Simulation:
 
     Processes: arrivals, the engine loop (plan, let the device work, commit), and the device's two streams. With
     `quiet` the loop takes stretches of steps without a decision at once; decisions and times are the same either way.
+    With `plan_ahead` a step is planned when the one before begins, as an engine does that overlaps the two: who arrives
+    while a step runs is not in the next one, but in the one after.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Simulation:
         quiet: bool = True,
         progress: Progress | None = None,
         make_scheduler: Callable[..., Scheduler] = Scheduler,
+        plan_ahead: bool = False,
     ) -> None:
         """`make_scheduler` takes what `Scheduler` takes."""
         self.workload = workload
@@ -55,12 +58,14 @@ class Simulation:
         self.compression_ns = 0  # work of all compressions, alone on the card
         self.swapped_tokens = 0
         self._cost = cost
-        self._device = Device(self.env, cost.compression_share)
+        self._device = Device(self.env, cost.compression_share, cost.compression_rate)
         self._recorder = recorder
         self._steps = StepLog(self.scheduler)
         self._quiet = quiet
         self._progress = progress
         self._inbox: list[TraceRequest] = []
+        self._plan_ahead = plan_ahead
+        self._planned_ns = 0  # with `plan_ahead`: when the coming step was planned; who came later is not in it
         self._arrived: simpy.Event | None = None  # what an idle loop waits for
         self._all_arrived = False
         self._join = policy.compression.join
@@ -108,21 +113,26 @@ class Simulation:
             if env.peek() == env.now:
                 yield env.timeout(0)  # let everything that happens at this very time happen first
             self._take_in()
-            if self._quiet and not self._device.compressing:
+            if self._quiet and not self._device.compressing and not self._inbox:
                 before = scheduler.next_step
                 yield from self._stretch()
                 if scheduler.next_step > before:
                     continue
             plan = scheduler.plan(self._now_ns)
             if plan is None:
+                if self._inbox:  # nothing is under way: who came meanwhile is looked at now
+                    self._planned_ns = self._now_ns
+                    continue
                 if self._all_arrived and not self._pending:
                     return
                 yield self._something()
+                self._planned_ns = self._now_ns
                 continue
             self._steps.plan(plan)
             start_ns = self._now_ns
             yield from self._carry_out(plan)
             self._steps.ran(start_ns, self._now_ns)
+            self._planned_ns = start_ns
             scheduler.commit(plan, self._now_ns)
             self._collect()
 
@@ -142,8 +152,10 @@ class Simulation:
             )
         waits: list[simpy.Event] = []
         together = 0
+        start_s = cost.compression_start_s  # once a step, with its first compression
         for task in plan.compressions:
-            alone = to_ns(cost.compression_seconds(task.source_tokens, task.kept_tokens))
+            alone = to_ns(start_s + cost.compression_seconds(task.source_tokens, task.kept_tokens))
+            start_s = 0.0
             self.compression_ns += alone
             together += alone
             if self._join is Join.WHEN_DONE:
@@ -186,6 +198,7 @@ class Simulation:
         blocks = scheduler.advance(len(ends))
         if blocks:
             self._steps.quiet(first_step, first_context, start_ns, ends, blocks)
+            self._planned_ns = ends[len(blocks) - 2] if len(blocks) > 1 else start_ns
             yield env.timeout(ends[len(blocks) - 1] - start_ns)
 
     # to and from the scheduler
@@ -199,10 +212,13 @@ class Simulation:
         done = [event for event in self._pending if event.processed]
         if done:
             self.scheduler.finished_compressing([self._pending.pop(event) for event in done])
-        if self._inbox:
-            for request in self._inbox:
+        known = len(self._inbox)
+        if self._plan_ahead:  # they stand in order of arrival
+            known = sum(1 for request in self._inbox if to_ns(request.arrival_s or 0.0) <= self._planned_ns)
+        if known:
+            for request in self._inbox[:known]:
                 self.scheduler.submit(request, self._now_ns, to_ns(request.arrival_s or 0.0))
-            self._inbox.clear()
+            del self._inbox[:known]
             self._collect()
 
     def _collect(self) -> None:
