@@ -24,18 +24,18 @@ def prefix_keys(prompt_ids: Sequence[int], block_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Lead:
-    """How many requests a replica may be ahead of the least loaded: `requests`, or `share` of the least if more."""
+    """How many outputs a replica may be ahead of the least loaded: `outputs`, or `share` of the least if more."""
 
-    requests: int = 4
+    outputs: int = 4
     share: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.requests < 1 or self.share < 0:
-            raise ValueError(f"a lead is at least 1 request and a share of 0 or more, not {self}")
+        if self.outputs < 1 or self.share < 0:
+            raise ValueError(f"a lead is at least 1 output and a share of 0 or more, not {self}")
 
     def most(self, least: int) -> int:
-        """The largest load that a request sent for its prefix may bring a replica to."""
-        return least + max(self.requests, int(self.share * least))
+        """The load that a replica must be below to be sent one more for its prefix."""
+        return least + max(self.outputs, int(self.share * least))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PrefixAffinity:
         self._capacity = capacity_blocks
         self._held: dict[str, OrderedDict[int, None]] = {}  # the least recently sent first
         self._loads: Counter[str] = Counter()
-        self._under_way: dict[Hashable, str] = {}
+        self._under_way: dict[Hashable, tuple[str, int]] = {}
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class PrefixAffinity:
 
     @property
     def loads(self) -> dict[str, int]:
-        """Requests under way by replica."""
+        """Outputs under way by replica."""
         return {replica: self._loads[replica] for replica in self._held}
 
     def set_replicas(self, replicas: Iterable[str]) -> None:
@@ -107,11 +107,11 @@ class PrefixAffinity:
         ranked = tuple(sorted(self._held, key=order))
         return Routed(ranked, matched[ranked[0]], matched[ranked[0]] < max(matched.values()))
 
-    def begin(self, request: Hashable, replica: str, keys: Sequence[int]) -> None:
-        """A request has been sent: it counts as load until `end`, its blocks as held."""
+    def begin(self, request: Hashable, replica: str, keys: Sequence[int], num_outputs: int = 1) -> None:
+        """A request has been sent: its outputs count as load until `end`, its blocks as held."""
         self.end(request)
-        self._under_way[request] = replica
-        self._loads[replica] += 1
+        self._under_way[request] = (replica, num_outputs)
+        self._loads[replica] += num_outputs
         held = self._held.get(replica)
         if held is None:
             return  # it went while the request was on its way
@@ -123,16 +123,15 @@ class PrefixAffinity:
 
     def end(self, request: Hashable) -> None:
         """A request has ended, whichever way; unknown ones are none."""
-        replica = self._under_way.pop(request, None)
-        if replica is not None:
-            self._loads[replica] -= 1
-            if not self._loads[replica]:
-                del self._loads[replica]
+        replica, num_outputs = self._under_way.pop(request, ("", 0))
+        self._loads[replica] -= num_outputs
+        if not self._loads[replica]:
+            del self._loads[replica]
 
-    def route(self, request: Hashable, keys: Sequence[int]) -> Routed:
+    def route(self, request: Hashable, keys: Sequence[int], num_outputs: int = 1) -> Routed:
         """`choose`, and `begin` at the first choice."""
         routed = self.choose(keys)
-        self.begin(request, routed.ranked[0], keys)
+        self.begin(request, routed.ranked[0], keys, num_outputs)
         counts = self.counts
         counts.num_requests += 1
         counts.num_passed_over += routed.passed_over

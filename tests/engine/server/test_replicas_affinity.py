@@ -88,7 +88,7 @@ def test_few_shot_groups_are_found_again_where_random_routing_loses_them(seed: i
     by_chance, _ = run(workload, capacity, at_random(seed))
     assert with_affinity > 0.8
     assert with_affinity > by_chance + 0.25
-    assert ahead <= Lead().requests + 8  # 32 requests under way: eight a replica, and all may end on one of them
+    assert ahead <= Lead().outputs + 8  # 32 requests under way: eight a replica, and all may end on one of them
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -100,7 +100,7 @@ def test_a_conversation_comes_back_to_where_its_turns_are(seed: int) -> None:
 
 
 def test_one_prefix_for_all_is_spread_as_far_as_the_bound_says() -> None:
-    rule = PrefixAffinity(100, Lead(requests=3, share=0.5))
+    rule = PrefixAffinity(100, Lead(outputs=3, share=0.5))
     rule.set_replicas(["a", "b"])
     keys = (1, 2, 3)
     chosen = [rule.route(number, keys).ranked[0] for number in range(4)]
@@ -163,6 +163,16 @@ def test_a_replica_that_goes_takes_its_blocks_with_it() -> None:
         PrefixAffinity(10).choose((1,))
 
 
+def test_a_request_for_many_outputs_weighs_as_many() -> None:
+    rule = PrefixAffinity(10, Lead(outputs=4))
+    rule.set_replicas(["a", "b"])
+    home = rule.route("many", (1,), num_outputs=8).ranked[0]
+    assert rule.loads[home] == 8
+    assert rule.choose((1,)).ranked[0] != home
+    rule.end("many")
+    assert rule.choose((1,)).ranked[0] == home
+
+
 def test_a_request_sent_elsewhere_after_all_counts_once() -> None:
     rule = PrefixAffinity(10)
     rule.set_replicas(["a", "b"])
@@ -176,20 +186,23 @@ def test_a_request_sent_elsewhere_after_all_counts_once() -> None:
 
 @given(st.data(), st.integers(1, 5), st.floats(0, 1), st.integers(1, 4))
 def test_no_route_brings_a_replica_past_the_bound(
-    data: st.DataObject, requests: int, share: float, num_replicas: int
+    data: st.DataObject, outputs: int, share: float, num_replicas: int
 ) -> None:
-    rule = PrefixAffinity(20, Lead(requests, share))
+    rule = PrefixAffinity(20, Lead(outputs, share))
     rule.set_replicas(str(number) for number in range(num_replicas))
-    alive: list[int] = []
+    alive: dict[int, int] = {}
     for number in range(data.draw(st.integers(1, 60))):
         if len(alive) > 0 and data.draw(st.booleans()):
-            rule.end(alive.pop(data.draw(st.integers(0, len(alive) - 1))))
+            ended = data.draw(st.sampled_from(sorted(alive)))
+            rule.end(ended)
+            del alive[ended]
         least = min(rule.loads.values())
-        routed = rule.route(number, (data.draw(st.integers(0, 2)), 9))
+        num_outputs = data.draw(st.integers(1, 3))
+        routed = rule.route(number, (data.draw(st.integers(0, 2)), 9), num_outputs)
         assert sorted(routed.ranked) == sorted(rule.replicas)
-        assert rule.loads[routed.ranked[0]] <= rule.lead.most(least)
-        alive.append(number)
-        assert sum(rule.loads.values()) == len(alive)
+        assert rule.loads[routed.ranked[0]] < rule.lead.most(least) + num_outputs
+        alive[number] = num_outputs
+        assert sum(rule.loads.values()) == sum(alive.values())
 
 
 def test_keys_stand_for_everything_before_them() -> None:
@@ -210,10 +223,10 @@ def test_keys_are_the_same_in_every_process() -> None:
 KNOWN_KEYS = (8726273554940616149, 8708482986278984470)
 
 
-@pytest.mark.parametrize(("requests", "share"), [(0, 0.5), (2, -0.1)])
-def test_a_lead_that_forbids_every_choice_is_refused(requests: int, share: float) -> None:
-    with pytest.raises(ValueError, match="a lead is at least 1 request"):
-        Lead(requests, share)
+@pytest.mark.parametrize(("outputs", "share"), [(0, 0.5), (2, -0.1)])
+def test_a_lead_that_forbids_every_choice_is_refused(outputs: int, share: float) -> None:
+    with pytest.raises(ValueError, match="a lead is at least 1 output"):
+        Lead(outputs, share)
 
 
 def test_a_cache_without_room_is_refused() -> None:
