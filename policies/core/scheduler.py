@@ -137,12 +137,12 @@ class Scheduler:
             state.decoding.step()
             ending = {request.line: request for request in state.decoding.take_due(tick)}
             for line in sorted(ending):
-                self._finish(ending[line])
+                self._finish(ending[line], outcome)
         for chunk in plan.prefills:
-            self._commit_chunk(chunk)
+            self._commit_chunk(chunk, outcome)
         for number in outcome.stopped:
             if number in state.requests:
-                self._finish(state.requests[number], Reason.STOP)
+                self._finish(state.requests[number], outcome)
         for number, message in outcome.failed.items():
             if number in state.requests:
                 self._end(state.requests[number], Status.FAILED, message)
@@ -267,7 +267,7 @@ class Scheduler:
         plan.num_decodes = decoding.num_requests
         plan.context_tokens = decoding.context_tokens
 
-    def _commit_chunk(self, chunk: PrefillChunk) -> None:
+    def _commit_chunk(self, chunk: PrefillChunk, outcome: Outcome) -> None:
         state, request = self.state, chunk.request
         end = chunk.start + chunk.count
         request.recomputed_tokens += max(0, min(end, request.high_water) - chunk.start)
@@ -283,20 +283,19 @@ class Scheduler:
                 request.first_token_ns = state.now_ns
         state.journal.emit(Kind.FIRST, request.number, request.generated)
         if request.generated >= request.target_tokens:
-            self._finish(request)
+            self._finish(request, outcome)
         else:
             request.cache_tokens = end + 1
             state.start_decoding(request)
 
-    def _finish(self, request: Request, reason: Reason | None = None) -> None:
+    def _finish(self, request: Request, outcome: Outcome) -> None:
+        """A token that stops counts before the limit it meets; a forced length only below the limit tells of a stop."""
         self.state.decoding.settle_if_member(request)
-        assert reason is not None or request.generated >= request.target_tokens
-        if reason is None:
-            stopped = request.forced_output_tokens == request.target_tokens and (
-                request.max_tokens is None or request.forced_output_tokens < request.max_tokens
-            )
-            reason = Reason.STOP if stopped else Reason.LENGTH
-        self._end(request, Status.FINISHED, reason=reason)
+        stopped = request.number in outcome.stopped
+        assert stopped or request.generated >= request.target_tokens
+        if request.forced_output_tokens == request.target_tokens:
+            stopped |= request.max_tokens is None or request.forced_output_tokens < request.max_tokens
+        self._end(request, Status.FINISHED, reason=Reason.STOP if stopped else Reason.LENGTH)
 
     def _end(self, request: Request, status: Status, message: str = "", reason: int = 0) -> None:
         """The terminal event, now or when a copy in flight has finished (the id is free again at once)."""
