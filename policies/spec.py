@@ -102,6 +102,11 @@ def policy_digest(policy: Policy) -> str:
     return table_digest(policy_to_table(policy), own_sources(policy))
 
 
+def policy_mark(policy: Policy) -> int:
+    """What stands for the policy in a scheduler's journal: the first 60 bits of its digest."""
+    return int(policy_digest(policy)[:15], 16)
+
+
 def table_digest(table: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """The digest of a policy from what was written down of it: no class is loaded.
 

@@ -8,9 +8,9 @@ from policies.core.state import State
 def hand_out_slots(state: State) -> None:
     """Free slots go to running requests without one: nearest to the window first, or along the line."""
     state.slots_due = False
-    if state.slots.needed is not NeedsSlot.AT_WINDOW or not state.slots.num_free or not state.running:
+    if not state.hands_out or not state.slots.num_free or not state.running:
         return
-    nearest = state.policy.slots.nearest_first
+    nearest = state.policy.slots.nearest_first or state.slots.needed is NeedsSlot.ALWAYS
     if not nearest and next(reversed(state.running.values())).slot >= 0:
         return
     asking = [request for request in state.running.values() if request.slot < 0 and not request.in_flight]

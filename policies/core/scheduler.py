@@ -10,11 +10,13 @@ from policies.core.handing_out import hand_out_slots
 from policies.core.intake import admissible, make_request
 from policies.core.limits import Limits
 from policies.core.plan import NOTHING, Outcome, PrefillChunk, StepPlan
-from policies.core.policy import Join, NeedsSlot, Policy
+from policies.core.policy import Join, Policy
 from policies.core.prefix import PrefixIndex
+from policies.core.replacing import replace_policy, widen
 from policies.core.request import Phase, Request, Status
 from policies.core.room import abandon_compression, join_compression, make_room
 from policies.core.sharing import forget_own, register_prompt
+from policies.core.slot_table import SlotTable
 from policies.core.state import State
 from traces.workload import TraceRequest
 
@@ -92,6 +94,21 @@ class Scheduler:
         self._end(request, Status.ABORTED)
         return request
 
+    def replace_policy(self, policy: Policy, now_ns: int, mark: int = 0) -> None:
+        """Let another policy decide from the next plan on; between `commit` and `plan`.
+
+        Whoever runs goes on, compressions in flight are joined at the next step, the waiting line is ordered anew
+        (docs/DESIGN.md has the rules). `mark` stands for the policy in the journal, so that the digest covers the
+        change (`policies.spec.policy_mark`). Raises ConfigError, with nothing changed, when policy and limits cannot
+        work together.
+        """
+        slots = SlotTable(policy, self.state.limits)
+        state = self._at(now_ns)
+        complete = replace_policy(state, policy, slots, mark)
+        self._compressed.update(task.request.number for task in state.compressing)
+        for request in complete:
+            self._finish(request, NOTHING)
+
     def live(self) -> Iterator[Request]:
         """Every request that has not ended, in submission order, its token counts brought up to now."""
         for request in self.state.requests.values():
@@ -115,6 +132,8 @@ class Scheduler:
         plan = StepPlan(self.next_step)
         state.preempted_in_step.clear()
         state.admits = True
+        if state.narrow:
+            widen(state)
         self._join(plan)
         self._decide(plan)
         while plan.empty and not state.admits:
@@ -157,7 +176,7 @@ class Scheduler:
     def quiet_steps(self) -> int:
         """How many steps from now on only decode, with nothing to decide but which free block comes next."""
         state = self.state
-        if state.prefilling or state.swapping or (state.slots_due and self.state.slots.needed is NeedsSlot.AT_WINDOW):
+        if state.prefilling or state.swapping or (state.slots_due and state.hands_out):
             return 0
         if state.compressing and state.policy.compression.join is not Join.WHEN_DONE:
             return 0
