@@ -114,12 +114,11 @@ def _serve(
     served_model: str | None,
 ) -> int:
     from engine.build import EngineSettings
-    from engine.server.app import create_app, make_house
+    from engine.server.app import create_app
     from engine.server.keys import Keys, read_keys
-    from engine.server.lanes import build_lanes
+    from engine.server.opening import open_house
     from engine.server.process import Process
     from engine.server.settings import ServerSettings
-    from engine.server.worker import EngineWorker
 
     settings = ServerSettings(**bounds)
     keys = Keys.of(read_keys(API_KEY, key_files[0]), read_keys(ADMIN_KEY, key_files[1]))
@@ -130,13 +129,10 @@ def _serve(
         )
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_S)
-    engine_values = EngineSettings(**engine)
-    worker = EngineWorker(lambda: build_lanes(engine_values, canary_share=canary_share), settings.worker)
-    worker.start()
-    house = make_house(worker, settings, keys, served_model)
+    house = open_house(EngineSettings(**engine), settings, keys, served_model, canary_share)
     process = Process(create_app(house), house, *address)
     process.run()
-    worker.stop(timeout_s=settings.grace_s)
+    house.worker.stop(timeout_s=settings.grace_s)
     return process.exit_code
 
 

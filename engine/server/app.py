@@ -1,6 +1,5 @@
 """The ASGI application: routes, limits and keys around one engine worker."""
 
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,32 +13,14 @@ from starlette.responses import Response
 from engine.server.asking import ID_HEADER
 from engine.server.errors import ApiError
 from engine.server.house import House
-from engine.server.keys import KeyCheck, Keys
-from engine.server.limits import BodyLimit, Door
+from engine.server.keys import KeyCheck
+from engine.server.limits import BodyLimit
 from engine.server.mistakes import mistake
-from engine.server.prompts import Prompts
 from engine.server.routes_completions import completion_routes
 from engine.server.routes_state import health_routes, policy_routes
 from engine.server.sending import error_response
-from engine.server.settings import ServerSettings
-from engine.server.worker import EngineWorker
 
 Routes = Callable[[House], APIRouter]
-
-
-def make_house(worker: EngineWorker, settings: ServerSettings, keys: Keys, served_model: str | None = None) -> House:
-    """What the routes share, for a worker that has been started. `served_model`: the name clients use."""
-    engine = worker.call(lambda lanes: lanes[0].engine).result()
-    return House(
-        worker,
-        settings,
-        keys,
-        Door(settings.max_concurrent, lambda: worker.retry_after_s),
-        Prompts(engine.loaded, settings.max_prompt_tokens),
-        served_model or engine.loaded.config.name,
-        engine.limits.max_model_len,
-        time.time(),
-    )
 
 
 def create_app(house: House, more_routes: Sequence[Routes] = ()) -> FastAPI:

@@ -112,6 +112,7 @@ class Job:
     """What one API request asks of the engine: `params.n` outputs for each of its prompts.
 
     `max_tokens` None: as many as fit. `streamed`: a delta a token; otherwise one delta an output, at its end.
+    It came at `arrived_ns` on the clock `time.perf_counter_ns`.
     `prompt_param` and `length_param` are the fields of the request that errors name. `cause` is why it was called off.
     """
 
@@ -126,6 +127,7 @@ class Job:
     session: str | None = None
     prompt_param: str = "prompt"
     length_param: str = "max_tokens"
+    arrived_ns: int = field(default_factory=time.perf_counter_ns)
     arrived_unix_s: float = field(default_factory=time.time)
     entries: list["Entry"] = field(default_factory=list)
     cause: ApiError | None = None

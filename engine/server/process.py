@@ -6,13 +6,15 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from engine.server.house import House
+from engine.server.limits import Door
+from engine.server.settings import ServerSettings
 
 LOG = logging.getLogger("zlab.server")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -21,10 +23,39 @@ KEEP_ALIVE_S = 30
 LAST_WORDS_S = 5  # for the answers of requests that were called off
 
 
+class Worker(Protocol):
+    """What computes the answers; `failure` is why it has given up, `on_failure` is called when it does."""
+
+    on_failure: Callable[[], None] | None
+
+    @property
+    def failure(self) -> Exception | None:
+        """None while it works."""
+
+    def stop(self) -> None:
+        """End what runs."""
+
+
+class Tenant(Protocol):
+    """What a process needs of the house that it serves."""
+
+    @property
+    def worker(self) -> Worker:
+        """Computes the answers."""
+
+    @property
+    def door(self) -> Door:
+        """Counts those under way."""
+
+    @property
+    def settings(self) -> ServerSettings:
+        """Says how long to wait for them."""
+
+
 class Process(uvicorn.Server):
     """Serves `app` until told to stop. Its `exit_code`: 0 when everything it had let in was served, else 1."""
 
-    def __init__(self, app: FastAPI, house: House, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, tenant: Tenant, host: str, port: int) -> None:
         config = uvicorn.Config(
             app,
             host=host,
@@ -37,11 +68,11 @@ class Process(uvicorn.Server):
         )
         super().__init__(config)
         self.exit_code = 0
-        self._house = house
+        self._house = tenant
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        house.worker.on_failure = self._engine_failed
+        tenant.worker.on_failure = self._engine_failed
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until stopped, then end the engine's thread."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from engine.server.errors import ApiError, unavailable
 from engine.server.job import Job
-from engine.server.lanes import Lane
+from engine.server.lanes import Lane, MakeSink
 from engine.server.observing import Observer, Observers
 from engine.server.serving import Serving
 
@@ -65,11 +65,11 @@ class EngineWorker:
 
     def __init__(
         self,
-        build: Callable[[], Sequence[Lane]],
+        build: Callable[[MakeSink], Sequence[Lane]],
         settings: WorkerSettings | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """`build` makes the lanes, on the engine's thread."""
+        """`build` makes the lanes, on the engine's thread; it is given what makes the sinks of their journals."""
         self.settings = settings or WorkerSettings()
         self.observers = Observers(observers)
         self.state = "starting"
@@ -146,7 +146,9 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            self._serving = Serving(self._build(), self.observers, self.settings.max_queue)
+            self._serving = Serving(self._build(self.observers.sink), self.observers, self.settings.max_queue)
+            for lane in self._serving.lanes:
+                self.observers.begin(lane)
             self.state = "running"
         except Exception as error:
             self.failure, self.state = error, "failed"
@@ -178,6 +180,8 @@ class EngineWorker:
 
     def _apply(self, serving: Serving) -> None:
         if not serving.busy and not self._held:
+            if self._mailbox.empty():
+                self.observers.idle()
             self._receive(None)
             self._beat_s = time.monotonic()
         for _ in range(self._mailbox.qsize()):
