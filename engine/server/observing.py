@@ -42,9 +42,6 @@ class Observer:
     def rebuilt(self, lane: Lane) -> None:
         """`lane.engine` is a new one."""
 
-    def idle(self) -> None:
-        """Nothing is left to do until a message comes."""
-
     def stopped(self) -> None:
         """The engine's thread ends; nothing more will be called."""
 
@@ -100,10 +97,6 @@ class Observers(Observer):
     def rebuilt(self, lane: Lane) -> None:
         """As in `Observer`."""
         self._tell(lambda observer: observer.rebuilt(lane))
-
-    def idle(self) -> None:
-        """As in `Observer`."""
-        self._tell(lambda observer: observer.idle())
 
     def stopped(self) -> None:
         """As in `Observer`."""
