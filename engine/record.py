@@ -19,6 +19,7 @@ from policies.spec import policy_digest, policy_to_toml
 from traces.asked import AskedFile
 from traces.recording import FolderRecorder, MemoryRecorder, Recorder
 from traces.run import Run, load_run
+from traces.salting import OPEN, Hidden
 from traces.workload import TraceRequest
 
 ROWS_AT_ONCE = 50_000  # ended requests
@@ -31,10 +32,6 @@ def _at_once(work: Callable[[], None]) -> None:
     work()
 
 
-def _as_it_is(asked: TraceRequest) -> TraceRequest:
-    return asked
-
-
 class EngineRecorder:
     """Writes what an engine does. Made before the engine, whose scheduler needs `sink`; opened when it is there.
 
@@ -42,14 +39,14 @@ class EngineRecorder:
     run. Nothing but the requests that are still alive stays in memory for longer than a part takes to fill.
     """
 
-    def __init__(self, later: Later = _at_once, told: Callable[[TraceRequest], TraceRequest] = _as_it_is) -> None:
+    def __init__(self, later: Later = _at_once, hidden: Hidden = OPEN) -> None:
         """`later` carries out what touches the disk, in order: at once, or on a thread of its own.
 
-        `told` makes of a request what may be written down of it.
+        `hidden` makes of a request what may be written down of it.
         """
         self.asked: list[TraceRequest] = []  # where no folder holds them
         self._later = later
-        self._told = told
+        self._hidden = hidden
         self._recorder: Recorder | None = None
         self._memory: MemoryRecorder | None = None
         self._folder: Path | None = None
@@ -58,6 +55,11 @@ class EngineRecorder:
         self._ended: list[tuple[Request, int]] = []
         self._opened = 0.0
         self._next_checkpoint = 0.0
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return 0 if self._engine is None else len(self._engine.scheduler.state.requests)
 
     def sink(self, rows: Int64Array, blocks: Int64Array) -> None:
         """Receives the scheduler's journal."""
@@ -71,6 +73,7 @@ class EngineRecorder:
         """
         manifest = _manifest(engine) | workload | {"prefix_block_size": prefix_block_size}
         self._engine, self._folder = engine, out
+        engine.steps.listeners.append(self._write_steps)
         if out is None:
             self._recorder = self._memory = MemoryRecorder(manifest)
         else:
@@ -83,19 +86,23 @@ class EngineRecorder:
         if self._file is not None:
             self._later(partial(self._write_asked, self._file, asked))
         else:
-            self.asked.append(self._told(asked))
+            self.asked.append(self._hidden.request(asked))
 
-    def collect(self) -> int:
-        """Take in who has ended since last time; returns how many. Call it at step boundaries."""
+    def collect(self, idle: bool = False) -> int:
+        """Take in who has ended since last time; returns how many. Call it at step boundaries.
+
+        `idle`: nothing will happen for a while, so what has come together is written down now.
+        """
         assert self._engine is not None
         loop = self._engine.loop
         ended, loop.ended = loop.ended, []
         self._ended += ended
-        if self._folder is not None and time.perf_counter() >= self._next_checkpoint:
+        due = idle or time.perf_counter() >= self._next_checkpoint
+        if self._folder is not None and due and (self._ended or self._engine.scheduler.state.journal.rows):
             self.checkpoint()
         elif len(self._ended) > ROWS_AT_ONCE or self._engine.steps.large:
             self._write_requests()
-            self._write_steps()
+            self._engine.steps.take()
         return len(ended)
 
     def checkpoint(self) -> None:
@@ -103,7 +110,7 @@ class EngineRecorder:
         assert self._engine is not None
         assert self._recorder is not None
         self._write_requests()
-        self._write_steps()
+        self._engine.steps.take()
         results = self._results(wait=False)  # the digest flushes the journal
         self._later(partial(_checkpoint, self._recorder, self._file, results))
         self._next_checkpoint = time.perf_counter() + CHECKPOINT_EVERY_S
@@ -116,7 +123,7 @@ class EngineRecorder:
         engine.loop.drain()
         self._ended += engine.loop.ended
         engine.loop.ended = []
-        self._write_steps()
+        engine.steps.take()
         self._ended += [(request, -1) for request in engine.scheduler.live()]
         self._write_requests()
         results = self._results(wait=True)
@@ -124,6 +131,11 @@ class EngineRecorder:
             self._later(self._file.close)
         ending = {"complete": stopped_by is None} | ({"stopped_by": stopped_by} if stopped_by else {})
         self._later(partial(recorder.close, **results, **ending))
+
+    def abandon(self, stopped_by: str) -> None:
+        """The engine broke and cannot be asked any more: what it did until its last checkpoint is what there is."""
+        assert self._recorder is not None
+        self._later(partial(self._recorder.checkpoint, stopped_by=stopped_by))
 
     def close(self, stopped_by: str | None = None) -> Run:
         """`finish`, and the run; only where things are written at once."""
@@ -145,31 +157,29 @@ class EngineRecorder:
         }
 
     def _write_asked(self, file: AskedFile, asked: TraceRequest) -> None:
-        file.write(self._told(asked))
+        file.write(self._hidden.request(asked))
 
     def _write_requests(self) -> None:
         assert self._recorder is not None
         if self._ended:
             ended, self._ended = self._ended, []
-            self._later(partial(_write_ended, self._recorder, ended))
+            self._later(partial(self._write_ended, self._recorder, ended))
 
-    def _write_steps(self) -> None:
+    def _write_ended(self, recorder: Recorder, ended: Sequence[tuple[Request, int]]) -> None:
+        """Ended requests change no more; those alive are written at the very end, when nothing runs."""
+        requests, steps = zip(*ended, strict=True)
+        columns = request_columns(requests, steps)
+        columns["session"] = [name and self._hidden.name(name) for name in columns["session"]]
+        recorder.write("requests", columns)
+
+    def _write_steps(self, columns: dict[str, Any]) -> None:
         assert self._recorder is not None
-        assert self._engine is not None
-        columns = self._engine.steps.take()
-        if columns is not None:
-            self._later(partial(self._recorder.write, "steps", columns))
+        self._later(partial(self._recorder.write, "steps", columns))
 
 
 def _write_journal(recorder: Recorder, rows: Int64Array, blocks: Int64Array) -> None:
     recorder.write("events", event_columns(rows))
     recorder.write("blocks", block_columns(rows, blocks))
-
-
-def _write_ended(recorder: Recorder, ended: Sequence[tuple[Request, int]]) -> None:
-    """Ended requests change no more; those alive are written at the very end, when nothing runs."""
-    requests, steps = zip(*ended, strict=True)
-    recorder.write("requests", request_columns(requests, steps))
 
 
 def _checkpoint(recorder: Recorder, file: AskedFile | None, results: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What every step did, as columns of a recording: noted by stretches, unfolded in large pieces."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class StepLog:
         self._starts_ns: list[int] = []
         self._ends_ns: list[int] = []
         self._blocks: list[tuple[int, int]] = []
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # told of all columns that anybody takes
 
     @property
     def large(self) -> bool:
@@ -107,4 +109,6 @@ class StepLog:
         written = columns["context_tokens"] + columns["prefill_tokens"]  # what this step adds is there when it ends
         columns["stored_tokens"] = written + columns.pop("idle_tokens") - doubled
         del self._stretches[:last], self._starts_ns[:num_ran], self._ends_ns[:num_ran], self._blocks[:num_ran]
+        for listener in self.listeners:
+            listener(columns)
         return columns
