@@ -86,7 +86,7 @@ def _judge_window(state: State, request: Request) -> None:
 
     Where some are lost, it takes one block more before it is compressed, as after any lost window.
     """
-    held = len(request.table) or request.swapped_blocks
+    held = request.held_at_change = len(request.table) or request.swapped_blocks
     if not held or request.phase is Phase.COMPRESSING:
         return
     limits, window = state.limits, state.policy.compression.window
@@ -105,7 +105,7 @@ def _judge_window(state: State, request: Request) -> None:
         written = request.prefill_until if request.phase is Phase.PREFILL else request.cache_tokens - 1
         lost = state.floor is not None and held >= state.floor and written > end - window and not observed
         request.missed_window = held if lost else -1
-    request.held_at_change = held + (request.missed_window == held)
+    request.held_at_change += request.missed_window == held
 
 
 def _set_aside(state: State) -> None:

@@ -203,7 +203,8 @@ def _settle_tables(state: State, task: CompressionTask) -> None:
     request.table = list(task.targets)
     request.num_registered, request.tail, request.own = 0, None, None
     request.missed_window = -1
-    request.observed_from, request.held_at_change = task.kept_tokens, 0
+    request.observed_from = task.kept_tokens
+    request.held_at_change = min(request.held_at_change, len(task.targets))
     if task.dropped:
         state.release_each(request, task.dropped)
 
