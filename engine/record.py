@@ -136,6 +136,15 @@ class EngineRecorder:
         """The engine broke and cannot be asked any more: what it did until its last checkpoint is what there is."""
         assert self._recorder is not None
         self._later(partial(self._recorder.checkpoint, stopped_by=stopped_by))
+        self._later(self.let_go)
+        self._engine = None  # its memory is wanted for the next one
+
+    def let_go(self) -> None:
+        """Close what is open without writing anything more."""
+        if self._recorder is not None:
+            self._recorder.leave()
+        if self._file is not None:
+            self._file.close()
 
     def close(self, stopped_by: str | None = None) -> Run:
         """`finish`, and the run; only where things are written at once."""

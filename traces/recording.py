@@ -80,6 +80,9 @@ class Recorder(Protocol):
     def checkpoint(self, **manifest: Any) -> None:
         """Make everything written so far readable, and note how far the run has come."""
 
+    def leave(self) -> None:
+        """Let go of open files; what was written stays as it is."""
+
     def close(self, **manifest: Any) -> None:
         """The run is over: write what is left and the final manifest."""
 
@@ -109,6 +112,9 @@ class MemoryRecorder:
     def checkpoint(self, **manifest: Any) -> None:
         """Note how far the run has come."""
         self.manifest |= manifest
+
+    def leave(self) -> None:
+        """Nothing to let go of."""
 
     def close(self, **manifest: Any) -> None:
         """Note the final manifest."""
@@ -176,6 +182,12 @@ class FolderRecorder:
         counts = {table: self._rows_in_parts[table] + self._rows[table] for table in TABLES}
         self.manifest |= manifest | {"rows": counts}
         write_manifest(self.folder, self.manifest)
+
+    def leave(self) -> None:
+        """Nothing more will be written: the recording stays as its last checkpoint has it."""
+        for tail in self._tails.values():
+            tail.leave()
+        self._tails.clear()
 
     def close(self, **manifest: Any) -> None:
         """Write what is left, then the manifest; `complete` is true unless the caller says otherwise."""

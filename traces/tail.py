@@ -23,10 +23,14 @@ class Tail:
         """Append rows of the schema."""
         self._stream.write_table(rows)
 
-    def drop(self) -> None:
-        """The part is there: close the file and remove it."""
+    def leave(self) -> None:
+        """Close the file; its rows stay."""
         self._stream.close()
         self._file.close()
+
+    def drop(self) -> None:
+        """The part is there: close the file and remove it."""
+        self.leave()
         self._path.unlink(missing_ok=True)
 
 

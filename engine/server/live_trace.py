@@ -81,7 +81,9 @@ class LiveRecording(Observer):
         self._place: dict[Entry, int] = {}  # of those that have not ended, by arrival
         self._made: dict[str, EngineRecorder] = {}  # by lane: for an engine that is being built
         self._recorders: dict[str, EngineRecorder] = {}  # by lane: open
+        self._opened: list[EngineRecorder] = []
         self._num_engines: dict[str, int] = {}
+        self._writing.at_failure = self._let_go
 
     @property
     def failure(self) -> Exception | None:
@@ -113,6 +115,7 @@ class LiveRecording(Observer):
         }
         recorder.open(lane.engine, folder, origin, self._prefix_block_size)
         self._recorders[lane.name] = recorder
+        self._opened.append(recorder)
 
     def rebuilt(self, lane: Lane) -> None:
         """A new engine, a new recording."""
@@ -172,10 +175,20 @@ class LiveRecording(Observer):
         self._recorders.clear()
         self._writing(self._trace.close)
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was noted so far is on its way to the disk; False when that takes longer or has failed."""
+        return self._writing.wait(timeout_s)
+
     def close(self) -> None:
         """The engine's thread has ended: wait until everything is on its way to the disk."""
         if not self._writing.close(CLOSE_TIMEOUT_S):
             LOG.error("the recording in %s was not written to its end within %.0f s", self.folder, CLOSE_TIMEOUT_S)
+
+    def _let_go(self) -> None:
+        """Nothing more can be written."""
+        for recorder in self._opened:
+            recorder.let_go()
+        self._trace.leave()
 
     def _write_row(self, row: TraceRequest) -> None:
         self._trace.write(self._hidden.request(row))

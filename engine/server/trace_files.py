@@ -74,6 +74,12 @@ class TraceFiles:
         """Count a request that no line can hold."""
         self._dropped[reason] += 1
 
+    def leave(self) -> None:
+        """Close the file as it is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def close(self) -> None:
         """End the last file."""
         if self._file is not None:

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 LOG = logging.getLogger("zlab.server")
 MOST_WAITING = 50_000
@@ -18,6 +19,7 @@ class WritingThread:
     """
 
     def __init__(self, name: str, most_waiting: int = MOST_WAITING) -> None:
+        self.at_failure: Work = _nothing  # done once in place of all further work, to let go of open files
         self.failure: Exception | None = None
         self._most_waiting = most_waiting
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -38,6 +40,12 @@ class WritingThread:
         """Pieces of work that have not been begun."""
         return self._work.qsize()
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that has been asked is done; False when that takes longer, or the writing was given up."""
+        reached = threading.Event()
+        self(reached.set)
+        return self.failure is None and reached.wait(timeout_s)
+
     def close(self, timeout_s: float | None = None) -> bool:
         """Do what has been asked and end; False when that takes longer than `timeout_s`."""
         self._work.put(None)
@@ -47,12 +55,19 @@ class WritingThread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             if self.failure is not None:
-                continue
+                break
             try:
                 work()
             except Exception as error:  # a full disk, a folder that went away: the requests go on all the same
                 self._fail(error)
+        if self.failure is not None:
+            with suppress(Exception):
+                self.at_failure()
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
         LOG.error("%s is given up: %s: %s", self._thread.name, type(error).__name__, error)
+
+
+def _nothing() -> None:
+    return
