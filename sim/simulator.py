@@ -22,7 +22,6 @@ NS_PER_S = 1_000_000_000
 Progress = Callable[[int, int, int], None]  # (requests ended, requests in all, simulated ns)
 Process = Generator[simpy.Event, Any, None]
 PROGRESS_EVERY = 512  # plans
-STRETCH = 64  # steps timed ahead: blocks may run out long before a decision falls due
 
 
 def to_ns(seconds: float) -> int:
@@ -179,7 +178,7 @@ class Simulation:
         time = self._now_ns
         ends: list[int] = []
         first_step, first_context = scheduler.next_step, context
-        for _ in range(min(most, STRETCH)):
+        for _ in range(most):
             time += int(decode_seconds(num_decodes, context) * NS_PER_S + 0.5)
             ends.append(time)
             context += num_decodes

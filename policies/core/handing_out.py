@@ -5,10 +5,15 @@ from policies.core.request import Phase, Request
 from policies.core.state import State
 
 
+def hands_out(state: State) -> bool:
+    """Whether there are slots to hand out, and somebody may ask for one."""
+    return state.slots.needed is NeedsSlot.AT_WINDOW and state.slots.num_free > 0 and bool(state.running)
+
+
 def hand_out_slots(state: State) -> None:
     """Free slots go to running requests without one: nearest to the window first, or along the line."""
     state.slots_due = False
-    if state.slots.needed is not NeedsSlot.AT_WINDOW or not state.slots.num_free or not state.running:
+    if not hands_out(state):
         return
     nearest = state.policy.slots.nearest_first
     if not nearest and next(reversed(state.running.values())).slot >= 0:
