@@ -127,6 +127,14 @@ def build_engine(
     return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, runner, graphs, loop, steps)
 
 
+def pool_blocks(settings: EngineSettings, loaded: LoadedModel, num_engines: int = 1) -> int:
+    """Blocks there are for `num_engines` engines on one loaded model together; each needs its own working memory."""
+    policy = load_policy(settings.policy) if isinstance(settings.policy, str) else settings.policy
+    device = find_device(settings.device)
+    dtype = find_dtype(settings.dtype) or default_dtype(device)
+    return _limits(settings, loaded, policy, dtype, device, num_engines).num_blocks
+
+
 def _compression_settings(policy: Policy, seed: int) -> CompressionSettings:
     answer = policy.compression
     return CompressionSettings(
@@ -160,7 +168,12 @@ def find_device(name: str) -> torch.device:
 
 
 def _limits(
-    settings: EngineSettings, loaded: LoadedModel, policy: Policy, dtype: torch.dtype, device: torch.device
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    policy: Policy,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_engines: int = 1,
 ) -> Limits:
     most = loaded.config.max_positions
     length = settings.max_model_len or most
@@ -187,7 +200,7 @@ def _limits(
     activations = 8 * limits.max_batched_tokens * width * dtype.itemsize
     logits = 8 * limits.max_running * loaded.config.vocab_size
     workspace = _workspace_bytes(shape, limits, floor) if floor is not None else 0
-    reserved = GRAPH_RESERVE_BYTES + activations + logits + workspace
+    reserved = num_engines * (GRAPH_RESERVE_BYTES + activations + logits + workspace)
     return replace(limits, num_blocks=blocks_that_fit(shape, dtype, usable, reserved))
 
 

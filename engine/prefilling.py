@@ -10,7 +10,7 @@ from engine.cache import CacheShape
 from engine.transfer import moved
 from policies.core.plan import PrefillChunk
 
-TokenIds = Callable[[int], Sequence[int]]  # request number -> prompt and output ids so far
+TokenIds = Callable[[int, int], Sequence[int]]  # request number, how many -> its first ids, prompt and output
 
 
 def prefill_inputs(
@@ -27,13 +27,14 @@ def prefill_inputs(
         request = chunk.request
         place = np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64)
         table = np.asarray(request.table, dtype=np.int64)
-        ids.append(np.asarray(token_ids(request.number)[chunk.start : chunk.start + chunk.count], dtype=np.int64))
+        end = chunk.start + chunk.count
+        ids.append(np.asarray(token_ids(request.number, end)[chunk.start : end], dtype=np.int64))
         positions.append(place)
         slots.append(table[place // size] * size + place % size)
         within = place % size - (size - shape.window)
         kept = (place // size == len(table) - 1) & (within >= 0) & (request.slot >= 0)
         windows.append(np.where(kept, request.slot * shape.window + within, -1))
-        lengths.append(chunk.start + chunk.count)
+        lengths.append(end)
         starts.append(starts[-1] + chunk.count)
     width = max(len(chunk.request.table) for chunk in chunks)
     tables = np.full((len(chunks), width), -1, dtype=np.int64)

@@ -70,7 +70,7 @@ class Runner:
         self._compression = compression
         self._sampler = sampler
         self._scheduler = scheduler
-        self.token_ids: TokenIds = _no_requests  # prompt and output of a request so far; the loop puts its own here
+        self.token_ids: TokenIds = _no_requests  # the first ids of a request; the loop puts its own here
         self._swap = HostSwap(cache)
         self._device = cache.k.device
         limits = scheduler.state.limits
@@ -145,12 +145,12 @@ class Runner:
             request = task.request
             self.swapped_tokens += len(task.blocks) * self._cache.shape.block_size
             if task.out:
-                tokens = self.token_ids(request.number)
+                tokens = self.token_ids(request.number, request.total_tokens)
                 self._swap.out(
                     request.number,
                     task.blocks,
                     request.slot,
-                    tokens[-1],
+                    tokens[request.total_tokens - 1],
                     request.total_tokens - 1,
                     request.cache_tokens,
                 )
@@ -292,5 +292,5 @@ def _pinned(values: torch.Tensor) -> torch.Tensor:
     return host.copy_(values, non_blocking=True)
 
 
-def _no_requests(number: int) -> list[int]:
+def _no_requests(number: int, count: int) -> list[int]:
     raise KeyError(f"no tokens are known of request {number}")

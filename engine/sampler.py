@@ -1,7 +1,7 @@
 """Drawing the next token of every request of a step, on the device, without waiting for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,11 +71,6 @@ class SamplePlan:
     penalties: PenaltySettings | None = None
     num_logprobs: int | None = None
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether `draw` with `settings` is all there is to do, so that a captured graph may do it."""
-        return self.filters is None and self.penalties is None and self.num_logprobs is None
-
 
 @dataclass(frozen=True)
 class Logprobs:
@@ -133,6 +128,10 @@ class Sampler:
             penalties=self._penalties(requests),
             num_logprobs=max(logprobs) if logprobs else None,
         )
+
+    def moved(self, plan: SamplePlan, places: list[int]) -> SamplePlan:
+        """The same rows with other places: all that changes while a step has the rows of the one before."""
+        return replace(plan, settings=replace(plan.settings, places=self._ints(places)))
 
     def sample(self, logits: torch.Tensor, plan: SamplePlan) -> Sampled:
         """One token for every row of `logits [rows, vocab]` (any float dtype; left as they are)."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.draw_choice import most_probable
 from engine.penalties import TokenCounts
-from engine.sampler import Logprobs, Sampler, SampleRequest, request_seed
+from engine.sampler import Logprobs, SamplePlan, Sampler, SampleRequest, request_seed
 from engine.sampling_params import SamplingParams
 
 OutputIds = Callable[[int], Sequence[int]]  # request number -> output ids so far
@@ -62,6 +63,8 @@ class StepSampler:
         self._known: dict[int, _Known] = {}
         self.output_ids: OutputIds = _no_requests  # the loop puts its own here; for penalties
         self._sampler = Sampler(vocab_size, device)
+        self._planned: tuple[int, ...] = ()  # the rows drawn last, and their layout: slots change only with the rows
+        self._plan: SamplePlan | None = None
         self.logprobs: Logprobs | None = None  # of the step sampled last, where some row asked
 
     def add(self, number: int, params: SamplingParams, prompt_ids: Sequence[int], copy: int = 0) -> None:
@@ -82,21 +85,30 @@ class StepSampler:
     def most_probable(self, logits: torch.Tensor) -> torch.Tensor:
         """Token ids `[rows]` int64 of `logits [rows, vocab]`."""
         self.logprobs = None
-        return logits.argmax(dim=-1)
+        return most_probable(logits)
 
     def sample(self, logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
         """Token ids `[rows]` int64, row i for request `numbers[i]`."""
         if self.plain(numbers):
             return self.most_probable(logits)
         self._give_slots(numbers)
-        rows = [
-            SampleRequest(known.params, known.seed, self._place(number), self._slots.get(number))
-            for number in numbers
-            for known in (self._known[number],)
-        ]
-        sampled = self._sampler.sample(logits, self._sampler.plan(rows))
+        sampled = self._sampler.sample(logits, self._lay_out(tuple(numbers)))
         self.logprobs = sampled.logprobs
         return sampled.token_ids
+
+    def _lay_out(self, numbers: tuple[int, ...]) -> SamplePlan:
+        """The step's rows on the device; laid out anew where they are not those of the step drawn last."""
+        places = [self._place(number) for number in numbers]
+        if self._plan is not None and self._planned == numbers:
+            self._plan = self._sampler.moved(self._plan, places)
+        else:
+            known = [self._known[number] for number in numbers]
+            rows = [
+                SampleRequest(one.params, one.seed, place, self._slots.get(number))
+                for number, one, place in zip(numbers, known, places, strict=True)
+            ]
+            self._planned, self._plan = numbers, self._sampler.plan(rows)
+        return self._plan
 
     def _give_slots(self, numbers: Sequence[int]) -> None:
         """A penalty slot for every row that needs one; one that is not drawn now (it waits, preempted) gives way."""

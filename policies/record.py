@@ -23,6 +23,7 @@ STATE_OF_KIND = {  # the state a block is in from an event on; HIT and LEFT depe
     Kind.FREED: BlockState.FREE,
     Kind.CACHED: BlockState.CACHED,
     Kind.LEFT: BlockState.SHARED,
+    Kind.POLICY: BlockState.FREE,
 }
 _STATE = np.full(len(Kind) + 2, -1, dtype=np.int8)
 for _kind, _state in STATE_OF_KIND.items():

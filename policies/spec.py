@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -13,7 +13,7 @@ from typing import Any
 
 from policies.catalogue import NESTED, QUESTIONS
 from policies.core.policy import Policy
-from policies.own import is_own, load_own, source_digest
+from policies.own import is_own, load_own, source_text
 
 Table = dict[str, Any]
 
@@ -99,12 +99,46 @@ def policy_to_toml(policy: Policy) -> str:
 
 def policy_digest(policy: Policy) -> str:
     """SHA-256 over every setting but the name; a user's own class counts by its source text."""
-    table = policy_to_table(policy)
-    del table["name"]
+    return table_digest(policy_to_table(policy), own_sources(policy))
+
+
+def policy_mark(policy: Policy) -> int:
+    """What stands for the policy in a scheduler's journal: the first 60 bits of its digest."""
+    return int(policy_digest(policy)[:15], 16)
+
+
+def table_digest(table: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """The digest of a policy from what was written down of it: no class is loaded.
+
+    `table` has every setting written out, as `policy_to_table` gives it; `sources` are those of `own_sources`. Raises
+    PolicyError where one is missing.
+    """
+    settings = json.loads(json.dumps({key: value for key, value in table.items() if key != "name"}))
+    for answer in _answers(settings):
+        kind = answer.get("kind", "")
+        if is_own(kind):
+            if kind not in sources:
+                raise PolicyError(f"the source text of {kind!r} is missing")
+            answer["source"] = hashlib.sha256(sources[kind].encode()).hexdigest()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def own_sources(policy: Policy) -> dict[str, str]:
+    """Source text of every class of the user's own that the policy is made of, by how it was named."""
+    found = {}
     for question in QUESTIONS:
-        if is_own(table[question]["kind"]):
-            table[question]["source"] = source_digest(getattr(policy, question))
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+        answer = getattr(policy, question)
+        for part in (answer, *(getattr(answer, name) for name in NESTED if hasattr(answer, name))):
+            if hasattr(part, "own_spec"):
+                found[part.own_spec] = source_text(part)
+    return found
+
+
+def _answers(table: Table) -> Iterator[Table]:
+    """The table of every answer, and of those that an answer is itself made with."""
+    for answer in [table[question] for question in QUESTIONS if question in table]:
+        yield answer
+        yield from (answer[name] for name in NESTED if isinstance(answer.get(name), dict))
 
 
 def _split(spec: str) -> tuple[str, list[tuple[str, str]]]:

@@ -1,5 +1,6 @@
 """What every step did, as columns of a recording: noted by stretches, unfolded in large pieces."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class StepLog:
         self._starts_ns: list[int] = []
         self._ends_ns: list[int] = []
         self._blocks: list[tuple[int, int]] = []
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # told of all columns that anybody takes
 
     @property
     def large(self) -> bool:
@@ -82,17 +84,23 @@ class StepLog:
         )  # fmt: skip
 
     def take(self) -> dict[str, Any] | None:
-        """Columns of the `steps` table for all that was noted since last time; None if that is nothing."""
-        if not self._ends_ns:
+        """Columns of the `steps` table for all that ran since last time; None if that is nothing.
+
+        Steps that are planned and have not been reported by `ran` stay for the next time.
+        """
+        num_ran = len(self._ends_ns)
+        if not num_ran:
             return None
-        table = np.array(self._stretches, dtype=np.int64).reshape(-1, len(STRETCH))
+        under_way = len(self._blocks) - num_ran  # each an entry of its own: only steps that have run are a stretch
+        last = len(self._stretches) - under_way * len(STRETCH)
+        table = np.array(self._stretches[:last], dtype=np.int64).reshape(-1, len(STRETCH))
         counts = table[:, 0]
         rows = np.repeat(table, counts, axis=0)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns: dict[str, Any] = {name: rows[:, index] for index, name in enumerate(STRETCH) if index > 0}
         columns["step"] = columns["step"] + within
         columns["context_tokens"] = columns["context_tokens"] + within * columns["decodes"]
-        blocks = np.array(self._blocks, dtype=np.int64)
+        blocks = np.array(self._blocks[:num_ran], dtype=np.int64)
         columns["free_blocks"], columns["cached_blocks"] = blocks[:, 0], blocks[:, 1]
         columns["start_s"] = np.array(self._starts_ns, dtype=np.float64) * NS
         columns["end_s"] = np.array(self._ends_ns, dtype=np.float64) * NS
@@ -100,6 +108,7 @@ class StepLog:
         doubled = columns["shared_extra"] * self._size  # tokens of shared blocks count once
         written = columns["context_tokens"] + columns["prefill_tokens"]  # what this step adds is there when it ends
         columns["stored_tokens"] = written + columns.pop("idle_tokens") - doubled
-        for kept in (self._stretches, self._starts_ns, self._ends_ns, self._blocks):
-            kept.clear()
+        del self._stretches[:last], self._starts_ns[:num_ran], self._ends_ns[:num_ran], self._blocks[:num_ran]
+        for listener in self.listeners:
+            listener(columns)
         return columns

@@ -19,10 +19,14 @@ COEFFICIENT_UNITS: dict[str, str] = {
     "request_s": "s per request in the step",
     "kv_read_token_s": "s per cached token read by a decode",
     "attention_pair_s": "s per (query, key) pair of a prefill",
+    "prefill_step_s": "s per step with prefill chunks, besides",
+    "launch_s": "s that a step with prefill chunks takes at least",
+    "compression_start_s": "s per step that starts compressions",
     "compression_launch_s": "s per compressed sequence",
     "compression_source_token_s": "s per token taking part in a compression",
     "compression_kept_token_s": "s per token kept by a compression",
-    "compression_share": "fraction of the card while a step runs beside a compression",
+    "compression_share": "fraction of its speed that a step loses beside a compression",
+    "compression_rate": "fraction of its speed alone that a compression keeps beside a step",
     "swap_launch_s": "s per swap",
     "swap_token_s": "s per token moved one way between host and device",
 }
@@ -49,7 +53,7 @@ class Efficiencies:
     attention: float = 0.45  # of dense flops, prefill's attention (assumed)
     compression: float = 0.054  # of bandwidth and flops alike: Zipage's kernels
     pcie: float = 0.85  # of the PCIe rate, pinned memory (assumed)
-    compression_share: float = 0.1  # of the card, while a step runs beside a compression (assumed)
+    compression_share: float = 0.1  # of the card, while a step runs beside a compression: nothing is gained (assumed)
     step_overhead_s: float = 0.35e-3  # host, sampler: measured 0.2..0.6 and 0.3..0.6 ms, partly hidden
     layer_overhead_s: float = 12.5e-6  # small kernels between a layer's products
     request_overhead_s: float = 7e-6  # what a row costs besides reading and arithmetic
@@ -84,10 +88,14 @@ class CostModel:
     request_s: float
     kv_read_token_s: float
     attention_pair_s: float
+    prefill_step_s: float
+    launch_s: float
+    compression_start_s: float
     compression_launch_s: float
     compression_source_token_s: float
     compression_kept_token_s: float
-    compression_share: float  # in (0, 1): a step beside a compression gets the rest
+    compression_share: float  # in (0, 1): a step beside a compression keeps the rest of its speed
+    compression_rate: float  # in (0, 1]: a compression beside a step keeps this; above the share, overlap gains
     swap_launch_s: float
     swap_token_s: float
     decode_token_s: float = field(init=False, repr=False)  # layers and head: a decode always needs its logits
@@ -99,6 +107,8 @@ class CostModel:
             object.__setattr__(self, name, float(value))  # a numpy scalar would slow every call
         if not 0.0 < self.compression_share < 1.0:
             raise SimError(f"coefficient compression_share must lie between 0 and 1, got {self.compression_share!r}")
+        if not 0.0 < self.compression_rate <= 1.0:
+            raise SimError(f"coefficient compression_rate must be above 0 and at most 1, got {self.compression_rate!r}")
         object.__setattr__(self, "decode_token_s", self.layer_token_s + self.head_row_s)
 
     def decode_seconds(self, num_decodes: int, context_tokens: int) -> float:
@@ -118,7 +128,8 @@ class CostModel:
 
         `prefill_tokens` are the chunks' tokens; `prefill_pairs` their (query, key) pairs, summed over chunks of `count`
         tokens behind `start` cached ones: `start * count + count * (count + 1) / 2`. Equal to `decode_seconds`, to the
-        last bit, when the three are zero.
+        last bit, when the three are zero. With chunks the step is no graph: it takes `launch_s` at least, which the
+        device's work hides where that is longer, and `prefill_step_s` that nothing hides.
         """
         matmul_s = (
             self.decode_token_s * num_decodes + self.layer_token_s * prefill_tokens + self.head_row_s * num_prefills
@@ -127,10 +138,15 @@ class CostModel:
             matmul_s = self.weight_read_s
         num_requests = num_decodes + num_prefills
         decode_s = self.step_s + matmul_s + self.request_s * num_requests + self.kv_read_token_s * context_tokens
-        return decode_s + self.attention_pair_s * prefill_pairs
+        if not num_prefills:
+            return decode_s
+        return max(decode_s + self.attention_pair_s * prefill_pairs, self.launch_s) + self.prefill_step_s
 
     def compression_seconds(self, source_tokens: int, kept_tokens: int) -> float:
-        """Seconds to compress one sequence from `source_tokens` to `kept_tokens`, alone on the GPU."""
+        """Seconds to compress one sequence from `source_tokens` to `kept_tokens`, alone on the GPU.
+
+        The compressions that a step starts take `compression_start_s` together, besides.
+        """
         moved_s = self.compression_source_token_s * source_tokens + self.compression_kept_token_s * kept_tokens
         return self.compression_launch_s + moved_s
 
@@ -183,10 +199,14 @@ def roofline(
         request_s=efficiencies.request_overhead_s,
         kv_read_token_s=model.kv_bytes_per_token / (bandwidth * efficiencies.kv_read),
         attention_pair_s=model.attention_flops_per_pair / (flops * efficiencies.attention),
+        prefill_step_s=0.0,  # what a step without a graph costs more is in nobody's datasheet
+        launch_s=0.0,
+        compression_start_s=0.0,
         compression_launch_s=efficiencies.compression_launch_s,
         compression_source_token_s=source_s / efficiencies.compression,
         compression_kept_token_s=kept_s / efficiencies.compression,
         compression_share=efficiencies.compression_share,
+        compression_rate=efficiencies.compression_share,
         swap_launch_s=efficiencies.swap_launch_s,
         swap_token_s=model.kv_bytes_per_token / (gpu.pcie_bytes_per_s * efficiencies.pcie),
     )

@@ -1,4 +1,4 @@
-"""A GPU with two streams that share its bandwidth: compute, and compression at low priority."""
+"""A GPU with two streams that share it: compute, and compression at low priority."""
 
 from collections import deque
 from collections.abc import Generator
@@ -9,15 +9,16 @@ import simpy
 
 
 class Device:
-    """Processor sharing: while both streams are busy, compression gets `share` of the card and compute the rest.
+    """While both streams are busy, compute loses `share` of its speed and compression keeps `rate` of its own.
 
-    Each stream runs its jobs one after the other. Times are whole nanoseconds; a job's end is rounded up.
+    Equal ones are a card whose time is shared out, a larger rate one that does both faster than one after the other.
+    Each stream runs its jobs in order. Times are whole nanoseconds; a job's end is rounded up.
     """
 
-    def __init__(self, env: simpy.Environment, share: float) -> None:
-        """`share` in (0, 1): what compression gets while a step runs beside it."""
+    def __init__(self, env: simpy.Environment, share: float, rate: float | None = None) -> None:
+        """`share` in (0, 1), `rate` in (0, 1]; without it nothing is gained by doing both at once."""
         self._env = env
-        self._share = share
+        self._beside = (1.0 - share, share if rate is None else rate)
         self._compute: deque[_Job] = deque()
         self._compression: deque[_Job] = deque()
         self._since: float = 0
@@ -45,7 +46,7 @@ class Device:
 
     def _rates(self) -> tuple[float, float]:
         if self._compute and self._compression:
-            return 1.0 - self._share, self._share
+            return self._beside
         return 1.0, 1.0
 
     def _settle(self) -> None:

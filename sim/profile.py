@@ -15,10 +15,12 @@ from typing import Any
 from sim.cost import COEFFICIENT_UNITS, CostModel
 from sim.errors import SimError
 from sim.model_config import DTYPE_BYTES
+from sim.model_shape import Model
 
 FORMAT = "zlab-profile/1"
 PROFILES = Path(__file__).parent / "profiles"
 FIT_PARTS = ("decode", "prefill", "mixed", "compression", "overlap", "swap")
+SHAPE = ("num_layers", "hidden", "intermediate", "num_query_heads", "num_kv_heads", "head_dim", "vocab")
 
 
 class ProfileError(SimError):
@@ -27,11 +29,19 @@ class ProfileError(SimError):
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """How far the fitted model is from the timings it was fitted to, as |predicted - measured| / measured."""
+    """How far a fitted model is from timings, as |predicted - measured| / measured."""
 
     mean_relative: float
     max_relative: float
     num_points: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Something else that was measured; no simulation uses it."""
+
+    value: float
+    unit: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class Profile:
 
     gpu: str  # as in `sim.hardware.GPUS`
     model: str
+    shape: Mapping[str, int]  # of that model, by the names of SHAPE
     dtype: str
     card: str  # as the driver names it
     date: str  # of the measurement, YYYY-MM-DD
@@ -47,7 +58,9 @@ class Profile:
     block_size: int  # tokens; the compression coefficients hold for this block size and window
     window: int
     coefficients: Mapping[str, float]  # in the units of `sim.cost.COEFFICIENT_UNITS`, every one of them
-    fit_error: Mapping[str, FitError]  # by part of the model, see FIT_PARTS
+    fit_error: Mapping[str, FitError]  # by part of the model, see FIT_PARTS: on the timings it was fitted to
+    held_out_error: Mapping[str, FitError]  # the same of fits that each left the judged timings out
+    also: Mapping[str, Figure]
 
     @property
     def name(self) -> str:
@@ -62,6 +75,35 @@ def from_profile(profile: Profile) -> CostModel:
     )
 
 
+def open_profile(name: str, folder: Path = PROFILES) -> Profile:
+    """The profile of that name in `folder`, or at that path where it ends in .json.
+
+    Raises:
+        ProfileError: there is none; the message names the nearest and all that are there.
+    """
+    if name.endswith(".json"):
+        return load_profile(Path(name))
+    names = profile_names(folder)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f" nearest: {near[0]};" if near else ""
+        raise ProfileError(f"no measured profile {name!r};{hint} there are: {', '.join(names) or 'none'}")
+    return load_profile(folder / f"{name}.json")
+
+
+def check_shape(profile: Profile, model: Model) -> None:
+    """Raise ProfileError where the profile's model was of another shape, naming every number that differs."""
+    differ = [
+        f"{name} {profile.shape[name]} there, {getattr(model, name)} here"
+        for name in SHAPE
+        if profile.shape[name] != getattr(model, name)
+    ]
+    if differ:
+        raise ProfileError(
+            f"profile {profile.name} is stale: model {model.name} has another shape ({'; '.join(differ)})"
+        )
+
+
 def profile_names(folder: Path = PROFILES) -> tuple[str, ...]:
     """The names of the profiles in a folder, sorted; empty when it does not exist."""
     return tuple(sorted(path.stem for path in folder.glob("*.json")))
@@ -73,13 +115,7 @@ def find_profile(gpu: str, model: str, dtype: str = "bfloat16", folder: Path = P
     Raises:
         ProfileError: nobody has measured it; the message names the nearest and all that are there.
     """
-    name = f"{gpu}-{model}-{dtype}"
-    names = profile_names(folder)
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f" nearest: {near[0]};" if near else ""
-        raise ProfileError(f"no measured profile {name!r};{hint} there are: {', '.join(names) or 'none'}")
-    return load_profile(folder / f"{name}.json")
+    return open_profile(f"{gpu}-{model}-{dtype}", folder)
 
 
 def load_profile(path: Path) -> Profile:
@@ -100,6 +136,7 @@ def load_profile(path: Path) -> Profile:
         raise ProfileError(f"{path}: format is {body['format']!r}, this version reads {FORMAT!r}")
     profile = Profile(
         **{key: _text(body[key], f"{path}: {key}") for key in ("gpu", "model", "card")},
+        shape=_shape(body["shape"], f"{path}: shape"),
         dtype=_dtype(body["dtype"], f"{path}: dtype"),
         date=_date(body["date"], f"{path}: date"),
         versions=_versions(body["versions"], f"{path}: versions"),
@@ -107,6 +144,8 @@ def load_profile(path: Path) -> Profile:
         window=_whole(body["window"], f"{path}: window"),
         coefficients=_coefficients(body["coefficients"], f"{path}: coefficients"),
         fit_error=_fit_errors(body["fit_error"], f"{path}: fit_error"),
+        held_out_error=_fit_errors(body["held_out_error"], f"{path}: held_out_error"),
+        also=_figures(body["also"], f"{path}: also"),
     )
     if path.stem != profile.name:
         raise ProfileError(f"{path}: holds {profile.name!r} and must be named {profile.name}.json")
@@ -156,6 +195,22 @@ def _coefficients(value: object, where: str) -> dict[str, float]:
         if body["unit"] != COEFFICIENT_UNITS[name]:
             raise ProfileError(f"{where}.{name}: unit is {body['unit']!r}, expected {COEFFICIENT_UNITS[name]!r}")
         found[name] = _number(body["value"], f"{where}.{name}.value")
+    return found
+
+
+def _shape(value: object, where: str) -> dict[str, int]:
+    return {name: _whole(entry, f"{where}.{name}") for name, entry in _object(value, SHAPE, where).items()}
+
+
+def _figures(value: object, where: str) -> dict[str, Figure]:
+    if not isinstance(value, dict):
+        raise ProfileError(f"{where}: must be an object, got {value!r}")
+    found: dict[str, Figure] = {}
+    for name, entry in value.items():
+        body = _object(entry, ("value", "unit"), f"{where}.{name}")
+        found[name] = Figure(
+            _number(body["value"], f"{where}.{name}.value"), _text(body["unit"], f"{where}.{name}.unit")
+        )
     return found
 
 

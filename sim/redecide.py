@@ -36,12 +36,14 @@ class Tape:
         stops: request number -> output tokens after which a stop token or string ended it.
         fails: step -> requests whose failure shows there, with the message.
         copied: step -> requests whose compression is known to be over before it.
+        num_rows: events recorded.
     """
 
     outside: Mapping[int, list[tuple[int, Kind, int]]]
     stops: Mapping[int, int]
     fails: Mapping[int, dict[int, str]]
     copied: Mapping[int, list[int]]
+    num_rows: int
 
 
 @dataclass
@@ -60,9 +62,13 @@ def redecide(
 
     Raises SimError where the recording lacks what is needed.
     """
-    numbers = requests["number"].to_pylist()
-    if sorted(numbers) != list(range(len(asked))):
+    numbers = sorted(requests["number"].to_pylist())
+    num_arrived = int((events["kind"].to_numpy() == Kind.ARRIVED).sum())
+    complete = bool(manifest.get("complete"))
+    if len(asked) < num_arrived or (complete and numbers != list(range(len(asked)))):
         raise SimError(f"the recording has {len(numbers)} requests, {len(asked)} were asked: it is not complete")
+    if "num_steps" not in manifest:
+        raise SimError("the recording was stopped before its first checkpoint: it does not say how far it came")
     policy = policy_from_toml(manifest["policy_toml"], "the recording's policy")
     limits = Limits(**manifest["limits"])
     driver = _Driver(policy, limits, manifest.get("prefix_block_size"), _tape(requests, events), asked)
@@ -91,7 +97,7 @@ def _tape(requests: pa.Table, events: pa.Table) -> Tape:
         for row in requests.select(["number", "status", "reason", "output_tokens"]).to_pylist()
         if row["status"] == "finished" and row["reason"] == "stop"
     }
-    return Tape(outside, stops, fails, copied)
+    return Tape(outside, stops, fails, copied, len(rows))
 
 
 def _begin(rows: Sequence[tuple[int, int, int]], index: int) -> int:
@@ -128,6 +134,9 @@ class _Driver:
                 break  # whatever was to come before this step has come
             scheduler.commit(plan, scheduler.next_step + 1, self._outcome(plan))
             scheduler.take_ended()
+        else:  # the recording goes on for a little: what came in before the next step, and what was joined meanwhile
+            if self._hear() and self._rows_written() < self._tape.num_rows:
+                scheduler.plan(scheduler.next_step)
         self._result.digest = scheduler.digest()
         self._result.num_steps = scheduler.next_step
         return self._result

@@ -97,6 +97,7 @@ def replay(
     quiet: bool = True,
     progress: Progress | None = None,
     make_scheduler: Callable[..., Scheduler] = Scheduler,
+    plan_ahead: bool = False,
 ) -> Run:
     """Simulate a workload and return the run; with `out` it is also written there as a recording.
 
@@ -112,6 +113,7 @@ def replay(
         quiet: take stretches without a decision at once (the decisions and times are the same without).
         progress: called now and then with (requests ended, requests in all, simulated ns).
         make_scheduler: takes what `Scheduler` takes; another one may look on while it decides.
+        plan_ahead: a step is planned when the one before begins (`sim.simulator.Simulation`).
 
     Ctrl-C is taken at a step boundary, leaves a readable recording marked as incomplete and is raised; a second one
     does not wait.
@@ -134,7 +136,7 @@ def replay(
             progress(num_ended, num_requests, now_ns)
         interrupt.check()
 
-    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, at_boundary, make_scheduler)
+    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, at_boundary, make_scheduler, plan_ahead)
     started = time.perf_counter()
     try:
         with interrupt, seldom_collecting():

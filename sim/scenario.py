@@ -11,7 +11,7 @@ from policies.spec import load_policy
 from sim.cost import CostModel, roofline
 from sim.errors import SimError
 from sim.hardware import Gpu, Model, find_gpu, find_model
-from sim.profile import from_profile, load_profile
+from sim.profile import check_shape, from_profile, open_profile
 from sim.replay import default_limits, replay
 from sim.simulator import Progress
 from traces.run import Run
@@ -46,7 +46,7 @@ class Scenario:
     host_blocks: int | None = None
     memory_utilisation: float | None = None  # share of the card's memory; only where the card gives the blocks
     length_multiplier: float = 1.0
-    cost: str | None = None  # path of a measured profile; None: the card's roofline
+    cost: str | None = None  # name or path of a measured profile; None: the card's roofline
 
     def set_up(self) -> Setup:
         """Look every name up and check the sizes. Raises PolicyError, SimError, ConfigError."""
@@ -98,12 +98,13 @@ class Scenario:
         window = policy.compression.window
         if self.cost is None:
             return roofline(gpu, model, window=window, block_size=self.block_size)
-        profile = load_profile(Path(self.cost))
+        profile = open_profile(self.cost)
         if (profile.gpu, profile.model) != (gpu.name, model.name):
             raise SimError(
                 f"profile {self.cost} was measured on {profile.gpu} with {profile.model}, "
                 f"not on {gpu.name} with {model.name}"
             )
+        check_shape(profile, model)
         measured, wanted = (profile.block_size, profile.window), (self.block_size, window)
         if policy.budget.floor(self.block_size) is not None and measured != wanted:
             raise SimError(

@@ -34,6 +34,8 @@ class Simulation:
 
     Processes: arrivals, the engine loop (plan, let the device work, commit), and the device's two streams. With
     `quiet` the loop takes stretches of steps without a decision at once; decisions and times are the same either way.
+    With `plan_ahead` a step is planned when the one before begins, as an engine does that overlaps the two: who arrives
+    while a step runs is not in the next one, but in the one after.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Simulation:
         quiet: bool = True,
         progress: Progress | None = None,
         make_scheduler: Callable[..., Scheduler] = Scheduler,
+        plan_ahead: bool = False,
     ) -> None:
         """`make_scheduler` takes what `Scheduler` takes."""
         self.workload = workload
@@ -54,12 +57,14 @@ class Simulation:
         self.compression_ns = 0  # work of all compressions, alone on the card
         self.swapped_tokens = 0
         self._cost = cost
-        self._device = Device(self.env, cost.compression_share)
+        self._device = Device(self.env, cost.compression_share, cost.compression_rate)
         self._recorder = recorder
         self._steps = StepLog(self.scheduler)
         self._quiet = quiet
         self._progress = progress
         self._inbox: list[TraceRequest] = []
+        self._plan_ahead = plan_ahead
+        self._planned_ns = 0  # with `plan_ahead`: when the coming step was planned; who came later is not in it
         self._arrived: simpy.Event | None = None  # what an idle loop waits for
         self._all_arrived = False
         self._now_ns = 0  # where the loop stands
@@ -108,24 +113,29 @@ class Simulation:
             while env.peek() <= self._now_ns:  # let everything that happens up to this very time happen first
                 yield env.timeout(self._now_ns - env.now)
             self._take_in()
-            if self._quiet and not self._device.compressing and self._stretch():
+            if self._quiet and not self._device.compressing and not self._inbox and self._stretch():
                 continue
             plan = scheduler.plan(self._now_ns)
             if plan is None:
+                if self._inbox:  # nothing is under way: who came meanwhile is looked at now
+                    self._planned_ns = self._now_ns
+                    continue
                 if self._all_arrived and not self._pending:
                     return
                 yield self._something()
-                self._now_ns = int(env.now)
+                self._now_ns = self._planned_ns = int(env.now)
                 continue
             self._steps.plan(plan)
             start_ns = self._now_ns
             if plan.compressions or plan.swaps or self._device.compressing:
-                yield env.timeout(self._now_ns - env.now)
+                if env.now < self._now_ns:
+                    yield env.timeout(self._now_ns - env.now)
                 yield from self._carry_out(plan)
                 self._now_ns = int(env.now)
             else:
                 self._now_ns += to_ns(self._seconds(plan))
             self._steps.ran(start_ns, self._now_ns)
+            self._planned_ns = start_ns
             scheduler.commit(plan, self._now_ns)
             self._collect()
 
@@ -148,8 +158,10 @@ class Simulation:
         work_ns = to_ns(self._seconds(plan))
         waits: list[simpy.Event] = []
         together = 0
+        start_s = cost.compression_start_s  # once a step, with its first compression
         for task in plan.compressions:
-            alone = to_ns(cost.compression_seconds(task.source_tokens, task.kept_tokens))
+            alone = to_ns(start_s + cost.compression_seconds(task.source_tokens, task.kept_tokens))
+            start_s = 0.0
             self.compression_ns += alone
             together += alone
             if self._join is Join.WHEN_DONE:
@@ -187,6 +199,7 @@ class Simulation:
         blocks = scheduler.advance(len(ends))
         if blocks:
             self._steps.quiet(first_step, first_context, self._now_ns, ends, blocks)
+            self._planned_ns = ends[len(blocks) - 2] if len(blocks) > 1 else self._now_ns
             self._now_ns = ends[len(blocks) - 1]
         return bool(blocks)
 
@@ -197,10 +210,13 @@ class Simulation:
         done = [event for event in self._pending if event.processed]
         if done:
             self.scheduler.finished_compressing([self._pending.pop(event) for event in done])
-        if self._inbox:
-            for request in self._inbox:
+        known = len(self._inbox)
+        if self._plan_ahead:  # they stand in order of arrival
+            known = sum(1 for request in self._inbox if to_ns(request.arrival_s or 0.0) <= self._planned_ns)
+        if known:
+            for request in self._inbox[:known]:
                 self.scheduler.submit(request, self._now_ns, to_ns(request.arrival_s or 0.0))
-            self._inbox.clear()
+            del self._inbox[:known]
             self._collect()
 
     def _collect(self) -> None:

@@ -2,12 +2,14 @@
 
 import io
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from traces.recording import RecordingError
+from traces.torn import TornLineWarning
 from traces.workload import IDS_FIELDS, TraceRequest, request_to_line
 
 FILE = "asked.jsonl"  # line i: what the scheduler was told of request number i
@@ -24,18 +26,29 @@ class AskedFile:
         """Append one request."""
         self._file.write(request_to_line(request))
 
+    def flush(self) -> None:
+        """Hand everything written to the operating system: a kill loses none of it."""
+        self._file.flush()
+
     def close(self) -> None:
         """All are written."""
         self._file.close()
 
 
 def read_asked(folder: Path | str) -> Sequence[TraceRequest]:
-    """The requests of a recording by number. Raises RecordingError where the folder has none or they can't be read."""
+    """The requests of a recording by number. Raises RecordingError where the folder has none or they can't be read.
+
+    A last line that a kill left half written is left out with a `TornLineWarning`.
+    """
     path = Path(folder) / FILE
     if not path.is_file():
         raise RecordingError(f"{folder}: has no {FILE}: only a recording of the engine says what it was asked")
     found = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        warnings.warn(TornLineWarning(path, len(data) - len(whole)), stacklevel=2)
+    for number, line in enumerate(whole.decode("utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
             unknown = row.keys() - KNOWN

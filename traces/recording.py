@@ -7,6 +7,9 @@ A recording is a folder (format `zlab-recording/1`):
 * `requests/`, `steps/`, `events/`, `blocks/`: Parquet parts `00000.parquet`, `00001.parquet`, ...; every part is a
   whole file, so that a run that is still going on, or was killed, can be read up to its last part. pandas, DuckDB and
   Polars read the folders as they are.
+* A live run is written down every second or so (`checkpoint`): rows for which a part is too early stand in the table's
+  tail (`traces/tail.py`), and `rows` in the manifest counts what belongs together at that moment. Whoever reads sees
+  all tables as they stood at the last checkpoint. A run that came to its end has neither.
 
 Columns are described in `TABLES`. This room knows nothing of policies: kinds and states are plain numbers here, their
 names stand in the manifest.
@@ -24,6 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from traces.tail import SUFFIX, Tail, read_tail
 from traces.workload import TraceError
 
 FORMAT = "zlab-recording/1"
@@ -73,6 +77,9 @@ class Recorder(Protocol):
     def write(self, table: str, columns: Columns) -> None:
         """Append rows to a table of `TABLES`; every column must be there, all of one length."""
 
+    def checkpoint(self, **manifest: Any) -> None:
+        """Make everything written so far readable, and note how far the run has come."""
+
     def close(self, **manifest: Any) -> None:
         """The run is over: write what is left and the final manifest."""
 
@@ -99,6 +106,10 @@ class MemoryRecorder:
         if table not in self.skip:
             self._parts[table].append(to_table(table, columns))
 
+    def checkpoint(self, **manifest: Any) -> None:
+        """Note how far the run has come."""
+        self.manifest |= manifest
+
     def close(self, **manifest: Any) -> None:
         """Note the final manifest."""
         self.manifest |= {"format": FORMAT, "complete": True} | manifest
@@ -119,7 +130,10 @@ class FolderRecorder:
         self.manifest: dict[str, Any] = {"format": FORMAT, "complete": False, **manifest}
         self._rows_per_part = rows_per_part
         self._pending: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+        self._tails: dict[str, Tail] = {}
+        self._num_in_tail = dict.fromkeys(TABLES, 0)  # of the pending tables
         self._rows = dict.fromkeys(TABLES, 0)
+        self._rows_in_parts = dict.fromkeys(TABLES, 0)
         self._num_parts = dict.fromkeys(TABLES, 0)
         for name in TABLES:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -142,14 +156,32 @@ class FolderRecorder:
         unfinished = target.with_suffix(".unfinished")
         pq.write_table(rows, unfinished, compression="zstd", compression_level=1, use_dictionary=table == "requests")
         os.replace(unfinished, target)
+        tail = self._tails.pop(table, None)
+        if tail is not None:
+            tail.drop()
         self._num_parts[table] += 1
+        self._rows_in_parts[table] += self._rows[table]
         self._pending[table].clear()
-        self._rows[table] = 0
+        self._rows[table] = self._num_in_tail[table] = 0
+
+    def checkpoint(self, **manifest: Any) -> None:
+        """Append pending rows to the tails, then say in the manifest how many rows belong together."""
+        for table, pending in self._pending.items():
+            for rows in pending[self._num_in_tail[table] :]:
+                if table not in self._tails:
+                    path = self.folder / table / f"{self._num_parts[table]:05}{SUFFIX}"
+                    self._tails[table] = Tail(path, TABLES[table])
+                self._tails[table].append(rows)
+            self._num_in_tail[table] = len(pending)
+        counts = {table: self._rows_in_parts[table] + self._rows[table] for table in TABLES}
+        self.manifest |= manifest | {"rows": counts}
+        write_manifest(self.folder, self.manifest)
 
     def close(self, **manifest: Any) -> None:
         """Write what is left, then the manifest; `complete` is true unless the caller says otherwise."""
         for table in TABLES:
             self.flush(table)
+        self.manifest.pop("rows", None)
         self.manifest |= {"complete": True} | manifest
         write_manifest(self.folder, self.manifest)
 
@@ -188,16 +220,35 @@ class Recording:
         return sorted((self.folder / table).glob("*.parquet"))
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """One table, or some of its columns. Raises RecordingError naming a part that cannot be read."""
+        """One table, or some of its columns; of a run that is still written, as it stood at its last checkpoint.
+
+        Raises RecordingError naming a part that cannot be read.
+        """
         schema = TABLES[name]
         wanted = list(columns) if columns is not None else schema.names
         tables = [pa.schema([schema.field(column) for column in wanted]).empty_table()]
+        tail = self._tail(name)
         for part in self.parts(name):
             try:
                 tables.append(pq.read_table(part, columns=wanted).cast(tables[0].schema))
             except (pa.ArrowException, OSError, ValueError, KeyError) as error:
                 raise RecordingError(f"{part}: cannot be read: {error}") from error
-        return pa.concat_tables(tables)
+        if tail is not None and len(tables) - 1 == tail[0]:
+            tables.append(tail[1].select(wanted))
+        found = pa.concat_tables(tables)
+        rows = self.manifest.get("rows")
+        return found if rows is None else found.slice(0, rows[name])
+
+    def _tail(self, name: str) -> tuple[int, pa.Table] | None:
+        """The table's tail with the number of parts that come before it, read before they are; None without one."""
+        for path in sorted((self.folder / name).glob(f"*{SUFFIX}"), reverse=True):
+            try:
+                return int(path.stem), read_tail(path, TABLES[name])
+            except FileNotFoundError:
+                continue  # it has just become a part
+            except OSError as error:
+                raise RecordingError(f"{path}: cannot be read: {error}") from error
+        return None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from zlab.parity import parity
 from zlab.policy import app as policy
 from zlab.replay import replay
 from zlab.report import report
+from zlab.serve import serve
 from zlab.sweep import sweep
 from zlab.trace import app as trace
 
@@ -32,6 +33,7 @@ app.add_typer(policy, name="policy")
 app.command()(memory)
 app.command()(demo)
 app.command()(generate)
+app.command()(serve)
 app.command()(bench)
 app.command()(parity)
 app.command()(report)

@@ -60,7 +60,10 @@ LengthMultiplier = Annotated[
 Cost = Annotated[
     str | None,
     typer.Option(
-        "--cost", metavar="PROFILE.json", help="Measured costs (docs/COST.md) instead of the card's roofline."
+        "--cost",
+        "--profile",
+        metavar="PROFILE",
+        help="Measured costs instead of the card's roofline: a name in sim/profiles, or FILE.json (docs/COST.md).",
     ),
 ]
 Format = Annotated[

@@ -1,11 +1,12 @@
-"""Who is next? The request with the fewest tokens left to generate, as far as anybody can know.
+"""Who is next? The request with the fewest tokens left to generate, as far as a server can know.
 
 Use it by its path: `zlab replay TRACE --policy docs/examples/fewest_left.py:FewestLeft`, or vary it like any other
 policy: `docs/examples/fewest_left.py:FewestLeft:prefix=none`.
 
 A policy answers one question; `question` says which. `base` names the preset that answers the others (`hybrid` if left
 out). The class is made without arguments. The methods are those of `policies.core.policy.Order`; a file that answers
-another question has that question's methods.
+another question has that question's methods. What a request's output will be, nobody knows before it ends: a replay
+does, and `policies/predict.py` has an `oracle` that looks, to bound what any guess like this one could gain.
 """
 
 from policies.core.policy import History, Key
@@ -15,7 +16,7 @@ UNKNOWN = 512.0  # expected output tokens before anything has finished
 
 
 class FewestLeft:
-    """Shortest remaining output first: the forced length in a replay, else `max_tokens`, else the mean seen so far."""
+    """Shortest expected rest first: the mean output of finished requests of its class, at most `max_tokens`."""
 
     question = "order"
     base = "hybrid"
@@ -24,7 +25,11 @@ class FewestLeft:
     fair_by_session = False
 
     def key(self, request: Request, history: History) -> Key:
-        """Tokens left to generate; equal ones in the order in which they came."""
-        known = [n for n in (request.forced_output_tokens, request.max_tokens) if n is not None]
-        whole = float(min(known)) if known else (history.mean_output(request.cls) or UNKNOWN)
-        return (max(whole - request.generated, 0.0), float(request.number))
+        """Tokens expected to be left; equal ones in the order in which they came."""
+        mean = history.mean_output(request.cls) or UNKNOWN
+        left = mean - request.generated
+        if left <= 0:  # it has outlived the guess: lengths are heavy-tailed, expect as much again as there is
+            left = float(request.generated)
+        if request.max_tokens is not None:
+            left = min(left, request.max_tokens - request.generated)
+        return (left, float(request.number))

@@ -190,12 +190,15 @@ def _swap_in(state: State, plan: StepPlan, request: Request) -> int | None:
     missed = request.missed_window == held
     grows = fill > state.limits.block_size and (state.floor is None or held < state.floor or missed)
     needs_slot = request.compressions > 0 or _needs_slot_now(state, held, fill)
-    if (needs_slot and not state.slots.can_give(held + missed)) or not _blocks_allow(state, request, held + grows):
+    can_give = state.slots.can_give_back if request.compressions else state.slots.can_give
+    if (needs_slot and not can_give(held + missed)) or not _blocks_allow(state, request, held + grows):
         return None
     _enter_line(state, request)
     request.table = state.pool.take(held)
     if needs_slot:
         state.take_slot(request)
+    else:
+        request.observed_from = -1  # what its host copy has of them stays there
     request.in_flight = True
     task = SwapTask(request, list(request.table), out=False)
     state.swapping.append(task)

@@ -141,21 +141,21 @@ def _slots(state: State) -> None:
     holders = [request for request in state.requests.values() if request.slot >= 0]
     taken = sorted(request.slot for request in holders)
     assert len(set(taken)) == len(taken), f"a query slot has two holders: {taken}"
-    assert slots.num_free + len(taken) == slots.num_slots, (
+    assert slots.num_free == max(slots.num_slots - len(taken), 0), (
         f"{slots.num_free} of {slots.num_slots} slots free, {taken} taken"
     )
     assert all(request.line >= 0 for request in holders), "a request holds a slot and does not run"
     if slots.needed is NeedsSlot.ALWAYS:
-        assert all(request.slot >= 0 for request in state.running.values()), "a request runs without its slot"
+        since = [request for line, request in state.running.items() if line >= state.since_line]
+        assert all(request.slot >= 0 for request in since), "a request runs without its slot"
     if slots.floor is not None:
         assert slots.num_slots * slots.floor <= state.limits.num_blocks, "the slots' budgets exceed the pool"
-        assert slots.total_peak <= state.limits.num_blocks, "slotted requests may come to need more than the pool"
-        for request in holders:
-            peak = slots.peak(request.slot)
-            assert len(request.table) <= peak, f"{request.id} has {len(request.table)} blocks, its slot covers {peak}"
-    if state.floor is not None:
-        for request in state.running.values():
-            assert not request.compressions or request.slot >= 0, f"{request.id} is compressed and has no slot"
+    assert slots.total_peak <= state.limits.num_blocks, "slotted requests may come to need more than the pool"
+    for request in holders:
+        peak = slots.peak(request.slot)
+        assert len(request.table) <= peak, f"{request.id} has {len(request.table)} blocks, its slot covers {peak}"
+    for request in state.running.values():
+        assert not request.compressions or request.slot >= 0, f"{request.id} is compressed and has no slot"
 
 
 def _counts(state: State) -> None:
@@ -174,7 +174,10 @@ def _counts(state: State) -> None:
     reserved = sum(request.reserved_blocks for request in state.requests.values())
     assert state.reserved_blocks == reserved, f"{state.reserved_blocks} blocks are booked as reserved, {reserved} are"
     if not state.policy.batching.limit_per_step:
-        assert len(state.running) <= limits.max_running, f"{len(state.running)} of at most {limits.max_running} run"
+        since = sum(1 for line in state.running if line >= state.since_line)
+        assert not since or len(state.running) <= limits.max_running, (
+            f"{len(state.running)} of at most {limits.max_running} run"
+        )
     waits = sum(1 for request in state.stalled.values() if request.phase is Phase.WAITS_FOR_SLOT)
     assert state.num_waiting_for_slot == waits, f"{state.num_waiting_for_slot} wait for a slot by the books, {waits} do"
 
@@ -198,7 +201,7 @@ def _request(state: State, request: Request) -> None:
         assert not request.table, f"{request.id} waits and holds blocks"
         assert request.idle_tokens == 0
     if state.floor is not None and not _adapts(state) and request.phase is not Phase.PREFILL:
-        most = max(state.floor, state.blocks_for(request.prefill_until))
+        most = max(state.floor, state.blocks_for(request.prefill_until), request.held_at_change)
         assert held <= most, f"{request.id} holds {held} blocks, its budget and prompt allow {most}"
     assert request.num_registered <= held
 

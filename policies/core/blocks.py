@@ -138,6 +138,14 @@ class BlockPool:
             entry.index.remove(entry)
         self.entries[block] = None
 
+    def forget_all(self) -> list[int]:
+        """Make every block's content unmatchable; returns those without owner that were, in order of their numbers."""
+        cached = [block for block in range(self.num_blocks) if self.entries[block] is not None and not self.refs[block]]
+        for block in range(self.num_blocks):
+            self.forget(block)
+        self.num_cached = 0
+        return cached
+
     def state(self, block: int) -> BlockState:
         """What the block is now."""
         if block in self.held:

@@ -5,6 +5,7 @@ anchor plus the steps since, and the calendar says in which step a member needs 
 must be compressed, or ends. Steps in between need no decision; `advance` takes them at once.
 """
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from policies.core.blocks import BlockPool
@@ -36,10 +37,7 @@ class Decoding:
     def __init__(self, block_size: int, floor: int | None, window: int) -> None:
         """`floor`: table length from which growth is a decision of the budget (None: never); `window`: w, in tokens."""
         self._block_size = block_size
-        self._floor = floor
-        self._window_start = block_size - window  # tokens the last block may hold without a slot
-        # table length from which room is a decision; a window as long as a block begins with the block itself
-        self._decides_from = None if floor is None else floor - (window == block_size)
+        self._tune(floor, window, floor)
         self._growth: dict[int, list[Request]] = {}
         self._due: dict[int, list[Request]] = {}
         self._heap: list[int] = []  # ticks that have (or had) a due list
@@ -48,6 +46,29 @@ class Decoding:
         self.changes = 0  # times somebody came or went: a driver that keeps the set elsewhere sees when to look again
         self.context_tokens = 0  # cache positions the members read in the next decode step
         self._announced = 0  # decodes a step, as the journal has it
+
+    def _tune(self, floor: int | None, window: int, lowest: int | None) -> None:
+        """`lowest`: table length from which room may be a decision for somebody (after a change less than `floor`)."""
+        self._floor = floor
+        self._window_start = self._block_size - window  # tokens the last block may hold without a slot
+        # a window as long as a block begins with the block itself
+        self._decides_from = None if lowest is None else lowest - (window == self._block_size)
+
+    def retune(self, members: Iterable[Request], floor: int | None, window: int, lowest: int | None) -> None:
+        """From now on the calendar goes by another budget and window; `members` are all there are, settled."""
+        self._tune(floor, window, lowest)
+        for calendar in (self._growth, self._due, self._heap):
+            calendar.clear()
+        for request in members:
+            self.schedule(request)
+
+    def decide_from(self, held: int) -> bool:
+        """See to it that room is a decision from `held` blocks on; whether it was not before."""
+        first = held - (self._window_start == 0)
+        if self._decides_from is not None and self._decides_from <= first:
+            return False
+        self._decides_from = first
+        return True
 
     def settle(self, request: Request) -> None:
         """Write down the tokens since the anchor."""
@@ -98,7 +119,8 @@ class Decoding:
         else:
             request.grow_tick = -1
             due = min(due, full)
-            if request.slot < 0 and request.missed_window != held and held >= (self._floor or 0):
+            floor = self._floor
+            if request.slot < 0 and floor is not None and request.missed_window != held and held >= floor:
                 due = min(due, tick + (held - 1) * size + self._window_start + 1 - request.cache_tokens)
         due = max(due, tick)
         request.due_tick = due
@@ -145,7 +167,7 @@ class Decoding:
 
     def take_undecided(self) -> list[Request]:
         """Members with something to decide in the next decode step besides ending with it; handed out once."""
-        if self._floor is None or self.tick not in self._due:
+        if self._decides_from is None or self.tick not in self._due:
             return []
         due = self.take_due(self.tick)
         only_ending = [request for request in due if not self.decides(len(request.table))]

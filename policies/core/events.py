@@ -45,13 +45,13 @@ class Kind(IntEnum):
     DECODES = 26  # value: number of decodes in this and every following step until the next such row
     PREFIX_LOST = 27  # value: matchable blocks overwritten by a compression
     CAPPED = 28  # value: output tokens allowed, fewer than asked for
-    POLICY = 29  # value: ordinal of the policy that decides from this step on
+    POLICY = 29  # value: mark of the policy that decides from this step on; blocks: no longer matchable, now free
 
 
 class Reason(IntEnum):
     """Why a request ended, was refused, or waits."""
 
-    STOP = 1
+    STOP = 1  # its last token said so, even where it also meets the limit; in a trace, it is shorter than its limit
     LENGTH = 2
     NEVER_FITS = 3
     TOO_LONG = 4

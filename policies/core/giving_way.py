@@ -66,6 +66,7 @@ def preempt(state: State, plan: StepPlan, request: Request) -> None:
     request.high_water = max(request.high_water, computed)
     request.computed_tokens = 0
     request.missed_window = -1
+    request.held_at_change = 0
     keep_own(state, request, computed)
     state.journal.emit(Kind.PREEMPTED, request.number, computed)
     state.leave(request)

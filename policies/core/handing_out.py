@@ -5,17 +5,17 @@ from policies.core.request import Phase, Request
 from policies.core.state import State
 
 
-def hands_out(state: State) -> bool:
+def may_hand_out(state: State) -> bool:
     """Whether there are slots to hand out, and somebody may ask for one."""
-    return state.slots.needed is NeedsSlot.AT_WINDOW and state.slots.num_free > 0 and bool(state.running)
+    return state.hands_out and state.slots.num_free > 0 and bool(state.running)
 
 
 def hand_out_slots(state: State) -> None:
     """Free slots go to running requests without one: nearest to the window first, or along the line."""
     state.slots_due = False
-    if not hands_out(state):
+    if not may_hand_out(state):
         return
-    nearest = state.policy.slots.nearest_first
+    nearest = state.policy.slots.nearest_first or state.slots.needed is NeedsSlot.ALWAYS
     if not nearest and next(reversed(state.running.values())).slot >= 0:
         return
     asking = [request for request in state.running.values() if request.slot < 0 and not request.in_flight]

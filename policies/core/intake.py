@@ -55,8 +55,7 @@ def admissible(state: State, request: Request, asked: TraceRequest) -> tuple[Rea
             f"the prompt has {request.prompt_tokens} tokens; with at least one of output the model's limit is "
             f"{limits.max_model_len}"
         )
-    known = [value for value in (asked.max_tokens, asked.output_tokens) if value is not None]
-    wanted = min(known) if known else None
+    wanted = request.wanted_tokens
     request.target_tokens = room if wanted is None else min(wanted, room)
     if state.peak_blocks(request) > limits.num_blocks and wanted is None and state.floor is None:
         request.target_tokens = max(1, limits.num_blocks * limits.block_size - request.prompt_tokens + 1)

@@ -57,6 +57,7 @@ class Request:
         "forced_output_tokens",
         "generated",
         "grow_tick",
+        "held_at_change",
         "high_water",
         "hit_tokens",
         "id",
@@ -68,6 +69,7 @@ class Request:
         "missed_window",
         "num_registered",
         "number",
+        "observed_from",
         "own",
         "phase",
         "phase_ns",
@@ -142,6 +144,8 @@ class Request:
         self.in_flight = False  # a copy reads or writes its blocks
         self.to_abort = False
         self.missed_window = -1  # table length at which it had no slot when its window began
+        self.observed_from = -1  # first cache position from which on its slot (or its host copy) has every query
+        self.held_at_change = 0  # blocks it had when the policy changed: its new budget may be less
         self.swapped_blocks = 0
         self.reserved_blocks = 0
         self._open_account(arrival_ns)
@@ -163,6 +167,11 @@ class Request:
     def total_tokens(self) -> int:
         """Prompt and output tokens so far (of a decoding request: at its anchor)."""
         return self.prompt_tokens + self.generated
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Output tokens asked for, by a limit or a forced length; None: as many as fit."""
+        return min((n for n in (self.max_tokens, self.forced_output_tokens) if n is not None), default=None)
 
     def enter(self, phase: Phase, now_ns: int) -> None:
         """Go to another phase and book the time in the old one."""

@@ -35,7 +35,7 @@ def _must_compress(state: State, request: Request, held: int) -> bool:
 
     Without the queries of its window it cannot be compressed: it grows, or gives way.
     """
-    if state.floor is None or held < state.floor or request.slot < 0 or request.missed_window == held:
+    if request.slot < 0 or held < state.slots.limit(request.slot) or request.missed_window == held:
         return False
     may_grow = state.policy.budget.may_grow(held, state.limits.block_size, state.view())
     return not (may_grow and state.slots.can_grow(request.slot, held + 1))
@@ -135,9 +135,10 @@ def _num_fresh(lead: int, left: int, held: int) -> int:
 def _compress(state: State, plan: StepPlan, request: Request) -> None:
     """Start to reduce its full blocks; shared (and, given room, matchable) ones give place to fresh ones."""
     size, held = state.limits.block_size, len(request.table)
-    left = state.policy.budget.shrink_to(held, size, state.view())
-    assert state.floor is not None
-    assert state.floor <= left <= held, f"a budget answered {left} for {held} held blocks"
+    left = held  # kept where less is set aside for it than the budget of now, or there is none
+    if state.floor is not None and held >= state.floor:
+        left = state.policy.budget.shrink_to(held, size, state.view())
+        assert state.floor <= left <= held, f"a budget answered {left} for {held} held blocks"
     while True:
         shared, lead = _leading(state, request)
         if _num_fresh(lead, left, held) > state.pool.num_free:
@@ -202,6 +203,8 @@ def _settle_tables(state: State, task: CompressionTask) -> None:
     request.table = list(task.targets)
     request.num_registered, request.tail, request.own = 0, None, None
     request.missed_window = -1
+    request.observed_from = task.kept_tokens
+    request.held_at_change = min(request.held_at_change, len(task.targets))
     if task.dropped:
         state.release_each(request, task.dropped)
 

@@ -6,15 +6,17 @@ from policies.core.admitting import may_admit, plan_prefill
 from policies.core.errors import DuplicateRequestError, StuckError, UnknownRequestError
 from policies.core.events import Kind, Reason, Sink
 from policies.core.giving_way import finish_swap_in, finish_swap_out, give_way_at_last, preempt
-from policies.core.handing_out import hand_out_slots, hands_out
+from policies.core.handing_out import hand_out_slots, may_hand_out
 from policies.core.intake import admissible, make_request
 from policies.core.limits import Limits
 from policies.core.plan import NOTHING, Outcome, PrefillChunk, StepPlan
 from policies.core.policy import Join, Policy
 from policies.core.prefix import PrefixIndex
+from policies.core.replacing import replace_policy, widen
 from policies.core.request import Phase, Request, Status
 from policies.core.room import abandon_compression, join_compression, make_room
 from policies.core.sharing import forget_own, register_prompt
+from policies.core.slot_table import SlotTable
 from policies.core.state import State
 from traces.workload import TraceRequest
 
@@ -91,6 +93,21 @@ class Scheduler:
         self._end(request, Status.ABORTED)
         return request
 
+    def replace_policy(self, policy: Policy, now_ns: int, mark: int = 0) -> None:
+        """Let another policy decide from the next plan on; between `commit` and `plan`.
+
+        Whoever runs goes on, compressions in flight are joined at the next step, the waiting line is ordered anew
+        (docs/DESIGN.md has the rules). `mark` stands for the policy in the journal, so that the digest covers the
+        change (`policies.spec.policy_mark`). Raises ConfigError, with nothing changed, when policy and limits cannot
+        work together.
+        """
+        slots = SlotTable(policy, self.state.limits)
+        state = self._at(now_ns)
+        complete = replace_policy(state, policy, slots, mark)
+        self._compressed.update(task.request.number for task in state.compressing)
+        for request in complete:
+            self._finish(request, NOTHING)
+
     def live(self) -> Iterator[Request]:
         """Every request that has not ended, in submission order, its token counts brought up to now."""
         for request in self.state.requests.values():
@@ -114,6 +131,8 @@ class Scheduler:
         plan = StepPlan(self.next_step)
         state.preempted_in_step.clear()
         state.admits = True
+        if state.narrow:
+            widen(state)
         self._join(plan)
         self._decide(plan)
         while plan.empty and not state.admits:
@@ -134,12 +153,12 @@ class Scheduler:
             state.decoding.step()
             ending = {request.line: request for request in state.decoding.take_due(tick)}
             for line in sorted(ending):
-                self._finish(ending[line])
+                self._finish(ending[line], outcome)
         for chunk in plan.prefills:
-            self._commit_chunk(chunk)
+            self._commit_chunk(chunk, outcome)
         for number in outcome.stopped:
             if number in state.requests:
-                self._finish(state.requests[number], Reason.STOP)
+                self._finish(state.requests[number], outcome)
         for number, message in outcome.failed.items():
             if number in state.requests:
                 self._end(state.requests[number], Status.FAILED, message)
@@ -167,7 +186,7 @@ class Scheduler:
             return True
         if state.compressing and state.policy.compression.join is not Join.WHEN_DONE:
             return True
-        if state.slots_due and hands_out(state):
+        if state.slots_due and may_hand_out(state):
             return True
         if state.room_due and (state.stalled or state.paused):
             return True
@@ -270,7 +289,7 @@ class Scheduler:
         plan.num_decodes = decoding.num_requests
         plan.context_tokens = decoding.context_tokens
 
-    def _commit_chunk(self, chunk: PrefillChunk) -> None:
+    def _commit_chunk(self, chunk: PrefillChunk, outcome: Outcome) -> None:
         state, request = self.state, chunk.request
         end = chunk.start + chunk.count
         request.recomputed_tokens += max(0, min(end, request.high_water) - chunk.start)
@@ -286,20 +305,19 @@ class Scheduler:
                 request.first_token_ns = state.now_ns
         state.journal.emit(Kind.FIRST, request.number, request.generated)
         if request.generated >= request.target_tokens:
-            self._finish(request)
+            self._finish(request, outcome)
         else:
             request.cache_tokens = end + 1
             state.start_decoding(request)
 
-    def _finish(self, request: Request, reason: Reason | None = None) -> None:
+    def _finish(self, request: Request, outcome: Outcome) -> None:
+        """A token that stops counts before the limit it meets; a forced length only below the limit tells of a stop."""
         self.state.decoding.settle_if_member(request)
-        assert reason is not None or request.generated >= request.target_tokens
-        if reason is None:
-            stopped = request.forced_output_tokens == request.target_tokens and (
-                request.max_tokens is None or request.forced_output_tokens < request.max_tokens
-            )
-            reason = Reason.STOP if stopped else Reason.LENGTH
-        self._end(request, Status.FINISHED, reason=reason)
+        stopped = request.number in outcome.stopped
+        assert stopped or request.generated >= request.target_tokens
+        if request.forced_output_tokens == request.target_tokens:
+            stopped |= request.max_tokens is None or request.forced_output_tokens < request.max_tokens
+        self._end(request, Status.FINISHED, reason=Reason.STOP if stopped else Reason.LENGTH)
 
     def _end(self, request: Request, status: Status, message: str = "", reason: int = 0) -> None:
         """The terminal event, now or when a copy in flight has finished (the id is free again at once)."""

@@ -1,5 +1,6 @@
 """Query slots: where the queries of an observation window are kept until the compression that needs them."""
 
+from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
 from policies.core.errors import ConfigError
@@ -11,10 +12,11 @@ class SlotTable:
     """`num_slots` slots, the lowest free one handed out first.
 
     The most blocks slotted requests may ever hold together is kept within the pool, so that they can always go on
-    when everyone else has given way.
+    when everyone else has given way. After a change of the policy there may be holders beyond `num_slots`, and holders
+    whose peak is below the new floor because the pool has no more to set aside.
     """
 
-    __slots__ = ("_free", "_num_blocks", "_peaks", "floor", "needed", "num_slots", "total_peak")
+    __slots__ = ("_capacity", "_free", "_num_blocks", "_peaks", "floor", "needed", "num_slots", "total_peak")
 
     def __init__(self, policy: Policy, limits: Limits) -> None:
         """Raise ConfigError when the slots and the budget cannot work in this pool."""
@@ -30,10 +32,21 @@ class SlotTable:
             )
         if self.needed is not NeedsSlot.NEVER and self.num_slots < 1:
             raise ConfigError(f"at least one query slot is needed, not {self.num_slots}")
+        self._capacity = self.num_slots  # slots that there are, most of all policies so far
         self._free = list(range(self.num_slots))
         heapify(self._free)
         self._peaks: dict[int, int] = {}
         self.total_peak = 0
+
+    def succeed(self, old: "SlotTable", held: Mapping[int, int]) -> None:
+        """Take over from another policy's table: `held` says how many blocks the holder of each kept slot has.
+
+        Nobody gets more set aside than before; `hold` may then raise it.
+        """
+        self._capacity = max(self.num_slots, old._capacity)
+        self._free = [slot for slot in range(self._capacity) if slot not in held]
+        self._peaks = {slot: max(num, min(old.peak(slot), self.floor or 0)) for slot, num in held.items()}
+        self.total_peak = sum(self._peaks.values())
 
     def _check(self, policy: Policy, limits: Limits) -> None:
         window, size = policy.compression.window, limits.block_size
@@ -52,12 +65,20 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds."""
-        return len(self._free)
+        """Slots that nobody holds and that may be given."""
+        return max(self.num_slots - len(self._peaks), 0)
 
     def can_give(self, num_held: int) -> bool:
         """A slot is free, and the pool holds all slotted requests at their largest, this one with `num_held` blocks."""
-        return bool(self._free) and self.total_peak + max(self.floor or 0, num_held) <= self._num_blocks
+        return self.num_slots > len(self._peaks) and self._fits(num_held)
+
+    def can_give_back(self, num_held: int) -> bool:
+        """As `can_give`, for a compressed request on its way back: it needs one whatever the policy is now."""
+        num_slots = self.num_slots or self._capacity
+        return num_slots > len(self._peaks) and self._fits(num_held)
+
+    def _fits(self, num_held: int) -> bool:
+        return self.total_peak + max(self.floor or 0, num_held) <= self._num_blocks
 
     def give(self, num_held: int) -> int:
         """Hand out a slot; the caller has asked `can_give`."""
@@ -74,10 +95,24 @@ class SlotTable:
         """The pool could hold all slotted requests at their largest, this slot's holder with `num_held` blocks."""
         return self.total_peak + max(0, num_held - self._peaks[slot]) <= self._num_blocks
 
+    def limit(self, slot: int) -> int:
+        """Blocks from which on room is a decision for the slot's holder: what is set aside for it, or the floor."""
+        peak = self._peaks[slot]
+        return peak if self.floor is None else min(peak, self.floor)
+
+    def lowest_limit(self) -> int | None:
+        """The least limit of all, the floor included; None: nobody is ever compressed."""
+        lowest = min(self._peaks.values(), default=self.floor)
+        return lowest if self.floor is None or lowest is None else min(lowest, self.floor)
+
     def hold(self, slot: int, num_held: int) -> None:
-        """The slot's holder has (or may come to) `num_held` blocks, more or fewer than before."""
-        peak = max(self.floor or 0, num_held)
-        self.total_peak += peak - self._peaks[slot]
+        """The slot's holder has (or may come to) `num_held` blocks, more or fewer than before.
+
+        The floor is set aside for it, or as much of it as there is.
+        """
+        others = self.total_peak - self._peaks[slot]
+        peak = max(num_held, min(self.floor or 0, self._num_blocks - others))
+        self.total_peak = others + peak
         self._peaks[slot] = peak
 
     def give_back(self, slot: int) -> None:

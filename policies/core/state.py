@@ -7,7 +7,7 @@ from policies.core.decoding import Decoding
 from policies.core.events import Journal, Kind, Reason, Sink
 from policies.core.limits import Limits
 from policies.core.plan import CompressionTask, SwapTask
-from policies.core.policy import ClassMeans, Policy, PoolView
+from policies.core.policy import ClassMeans, NeedsSlot, Policy, PoolView
 from policies.core.prefix import PrefixIndex
 from policies.core.request import Phase, Request, Status
 from policies.core.slot_table import SlotTable
@@ -31,7 +31,8 @@ class State:
         self.slots = SlotTable(policy, limits)
         self.floor = self.slots.floor  # fewest blocks a compression leaves, None: never compress
         self.pool = BlockPool(limits.num_blocks)
-        self.index = (index or PrefixIndex()) if policy.prefix.enabled else None
+        self.spare_index = index or PrefixIndex()  # empty while nothing is shared
+        self.index = self.spare_index if policy.prefix.enabled else None
         self.journal = Journal(sink)
         self.decoding = Decoding(limits.block_size, self.floor, policy.compression.window)
         self.history = ClassMeans()
@@ -52,6 +53,8 @@ class State:
         self.admission_due = False
         self.slots_due = False
         self.room_due = False  # a stalled request may find now what it waits for
+        self.since_line = 0  # whoever runs in an earlier place came in under another policy
+        self.narrow = False  # somebody's slot has less set aside than the budget, or is kept without any budget
         self.reserved_blocks = 0  # the most that running requests may ever hold, where admission reserves it
         self.now_ns = 0
         self.ended: list[Request] = []  # ended since a driver last asked
@@ -68,9 +71,24 @@ class State:
 
     def peak_blocks(self, request: Request) -> int:
         """The most blocks the request needs at once if it lives to its last token."""
-        prompt = self.blocks_for(request.total_tokens)
-        whole = max(prompt, self.blocks_for(request.prompt_tokens + request.target_tokens - 1))
-        return whole if self.floor is None else max(prompt, min(whole, self.floor))
+        tokens = request.cache_tokens if request.compressions else request.total_tokens
+        now = self.blocks_for(tokens)
+        whole = max(now, self.blocks_for(tokens + request.target_tokens - request.generated - 1))
+        return whole if self.floor is None else max(now, min(whole, self.floor))
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether somebody may run without a slot and get one later: after a change also where all need one."""
+        needed = self.slots.needed
+        if needed is NeedsSlot.ALWAYS:
+            return next(iter(self.running), self.since_line) < self.since_line
+        return needed is NeedsSlot.AT_WINDOW
+
+    def written_tokens(self, request: Request) -> int:
+        """Cache positions of a running request that hold keys and values: its newest token's is still to be written."""
+        if request.phase is Phase.PREFILL:
+            return request.computed_tokens
+        return self.decoding.tokens(request)[0] - 1
 
     def blocks_with_slot(self, request: Request) -> int:
         """Blocks the request needs with a slot until it can be compressed: one more if this window is lost already."""
@@ -92,7 +110,7 @@ class State:
 
     def start_decoding(self, request: Request) -> None:
         """The request takes part in decode steps from the next one on, or is paused where a step takes no more."""
-        if self.policy.batching.limit_per_step and self.decoding.num_requests >= self.limits.step_requests:
+        if self.decoding.num_requests >= self.limits.step_requests:
             self.book_idle(request, request.cache_tokens)
             self.paused[request.line] = request
             self.journal.emit(Kind.STALLED, request.number, Reason.LIMIT)
@@ -111,6 +129,9 @@ class State:
     def take_slot(self, request: Request) -> None:
         """Give the request a query slot; the caller has asked whether one can be given."""
         request.slot = self.slots.give(self.blocks_with_slot(request))
+        if request.observed_from < 0:  # otherwise its queries come back with it
+            request.observed_from = self.written_tokens(request)
+        self.narrow |= self.decoding.decide_from(self.slots.limit(request.slot))
         self.journal.emit(Kind.SLOT, request.number, request.slot)
 
     def drop_slot(self, request: Request) -> None:
@@ -119,6 +140,8 @@ class State:
             self.slots.give_back(request.slot)
             self.journal.emit(Kind.SLOT_FREED, request.number, request.slot)
             request.slot = -1
+            if not request.swapped_blocks:
+                request.observed_from = -1
             self.slots_due = self.admission_due = self.room_due = True
 
     def release(self, request: Request, blocks: Sequence[int]) -> None:

@@ -28,6 +28,11 @@ class WaitingLine:
         self._service: dict[str | None, int] = {}
         self._level = 0
 
+    def succeed(self, old: "WaitingLine") -> None:
+        """Take over from another order's line: what its sessions have been served counts on where both are fair."""
+        if self._fair and old._fair:
+            self._service, self._level = dict(old._service), old._level
+
     def __len__(self) -> int:
         return len(self._live)
 

@@ -4,7 +4,6 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -13,6 +12,8 @@ from engine.build import EngineSettings
 from engine.loading import BUNDLED_PACKAGE, LoadedModel, bundled_gguf, load_model
 from policies.core.events import Kind
 from tests.engine.engine_cases import Watched, request, watched
+
+gguf = pytest.importorskip("gguf")
 
 pytestmark = pytest.mark.skipif(find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed")
 

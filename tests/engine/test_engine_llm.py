@@ -78,6 +78,18 @@ def test_a_stream_gives_every_token_once(shared: LLM) -> None:
     assert free(shared) == 40
 
 
+def test_a_token_that_stops_at_the_limit_is_a_stop(shared: LLM) -> None:
+    ids = prompt(1, 9)
+    free_tokens = shared.generate(ids, PARAMS)[0].outputs[0].token_ids
+    for length in (1, 4):  # the prefill's own token, and a decode step's
+        stop = free_tokens[length - 1]
+        assert free_tokens.index(stop) == length - 1
+        asked = replace(PARAMS, max_tokens=length, stop_token_ids=[stop])
+        output = shared.generate(ids, asked)[0].outputs[0]
+        assert (output.token_ids, output.finish_reason, output.stop_reason) == (free_tokens[:length], "stop", stop)
+        assert [delta.finish_reason for delta in shared.stream(ids, asked)][-1] == "stop"
+
+
 def test_a_stream_that_nobody_listens_to_ends(shared: LLM) -> None:
     stream = shared.stream(prompt(1, 9), replace(PARAMS, max_tokens=100))
     next(stream)

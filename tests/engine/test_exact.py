@@ -4,7 +4,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -12,6 +11,8 @@ import transformers
 from engine.hf_model import HuggingFaceModel
 from engine.loading import BUNDLED_PACKAGE, LoadedModel, bundled_gguf, load_model
 from tests.engine.dense_context import DenseContext
+
+gguf = pytest.importorskip("gguf")
 
 pytestmark = pytest.mark.skipif(find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed")
 

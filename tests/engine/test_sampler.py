@@ -1,6 +1,7 @@
 """Draws against their distribution, filters against their definition, penalties by hand, batches without effect."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from engine.draws import draw, exponentials, row_keys
 from engine.errors import SamplingError
 from engine.kernels.hashing import mix
 from engine.penalties import TokenCounts
-from engine.sampler import Sampled, Sampler, SampleRequest, request_seed
+from engine.sampler import Sampled, SamplePlan, Sampler, SampleRequest, request_seed
+from engine.sampling import StepSampler
 from engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -228,12 +230,35 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert int(found.logprobs.chosen_rank[1]) == 1
 
 
-def test_a_plan_that_a_graph_can_do_says_so() -> None:
-    sampler = Sampler(10, CPU)
-    simple = [SamplingParams(), SamplingParams(temperature=0.0, top_k=5), SamplingParams(temperature=0.2)]
-    assert sampler.plan([SampleRequest(item, 0, 0) for item in simple]).is_simple
-    for params in (SamplingParams(top_k=3), SamplingParams(logprobs=1)):
-        assert not sampler.plan([SampleRequest(params, 0, 0)]).is_simple
+def test_rows_that_stay_are_laid_out_once_and_drawn_as_if_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out: list[int] = []
+    plan = Sampler.plan
+
+    def counted(self: Sampler, requests: Sequence[SampleRequest]) -> SamplePlan:
+        laid_out.append(len(requests))
+        return plan(self, requests)
+
+    params = (SamplingParams(), SamplingParams(frequency_penalty=1.0, top_k=9), SamplingParams(min_p=0.1, logprobs=1))
+    outputs: dict[int, list[int]] = {number: [] for number in range(3)}
+
+    def step_sampler() -> StepSampler:
+        made = StepSampler(40, CPU, lambda number: len(outputs[number]), max_penalised=2)
+        made.output_ids = outputs.__getitem__
+        for number, item in enumerate(params):
+            made.add(number, item, [number])
+        return made
+
+    kept = step_sampler()
+    for step, numbers in enumerate([(0, 1, 2)] * 3 + [(2, 1)] * 2 + [(0,)] + [(1, 0)] * 2):
+        logits = torch.randn(len(numbers), 40, generator=torch.Generator().manual_seed(step))
+        expected = step_sampler().sample(logits, numbers).tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampler, "plan", counted)
+            drawn = kept.sample(logits, list(numbers)).tolist()
+        assert drawn == expected
+        for number, token in zip(numbers, drawn, strict=True):
+            outputs[number].append(token)
+    assert laid_out == [3, 2, 1, 2]
 
 
 def test_seeds() -> None:

@@ -2,10 +2,10 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -22,6 +22,9 @@ from engine.weights import safetensors_files
 from tests.engine.dense_context import DenseContext
 from tests.engine.test_model import expected_logits, random_ids
 from tests.engine.tiny_models import edit_config, save_tiny
+from tests.house_source import ROOT, read_modules
+
+gguf = pytest.importorskip("gguf")
 
 
 def logits_of(loaded: loading.LoadedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -176,6 +179,25 @@ def test_a_gguf_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     expected = expected_logits(model, ids)
     distance = float((logits_of(loaded, ids) - expected).norm() / expected.norm())
     assert 1e-5 < distance < 0.05
+
+
+def test_the_package_that_reads_gguf_is_asked_for_by_such_a_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = read_modules(ROOT, ["engine"])
+    readers = {"engine.gguf_file", "engine.gguf_header"}
+    assert [module.name for module in engine if any(found.root == "gguf" for found in module.imports)] == [
+        "engine.gguf_header"
+    ]
+    users = {module.name for module in engine for found in module.imports if found.target.startswith("engine.gguf_")}
+    assert users == {"engine.gguf_file"}
+    for name in readers:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    path = tmp_path / "tiny.gguf"
+    path.touch()
+    with pytest.raises(ModelError, match=r"tiny.gguf is a GGUF file, .*missing \(import of gguf.*\): pip install gguf"):
+        load_model(str(path))
 
 
 def write_gguf(model: transformers.PreTrainedModel, path: Path) -> None:

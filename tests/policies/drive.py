@@ -12,6 +12,7 @@ from policies.core.policy import Join, Policy
 from policies.core.prefix import PrefixIndex
 from policies.core.request import Phase, Request
 from policies.core.scheduler import Scheduler
+from policies.spec import policy_mark
 from tests.policies.shadow import Shadow
 from traces.workload import TraceRequest
 
@@ -41,6 +42,7 @@ class Case:
     decode_ns: int = 0  # more for each decode
     prefill_ns: int = 0  # more for each prefill token
     copy_ns: int = 0  # what a compression takes (counts with join `when_done`)
+    changes: tuple[tuple[int, Policy], ...] = ()  # step before which another policy takes over; in order
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Driver:
         self.now = 0
         self._mail: list[tuple[int, int, str, int]] = []  # (time, order, what, job or request number)
         self._order = 0
+        self._changes = list(case.changes)
         self._computed: dict[int, int] = {}  # number -> text positions whose keys and values were ever computed
         self._by_job: dict[int, Request] = {}
         for number, job in enumerate(case.jobs):
@@ -98,6 +101,7 @@ class Driver:
     def run(self) -> Run:
         """Run until nothing is left to do."""
         for _ in range(MOST_PLANS):
+            self._change()
             self._deliver()
             self.run_.stepped_ns.append(self.now)
             plan = self.scheduler.plan(self.now)
@@ -128,7 +132,7 @@ class Driver:
             audit_plan(scheduler, plan)
         if self.shadow is not None:
             self.shadow.planned(plan)
-        if self.case.policy.compression.join is Join.WHEN_DONE:
+        if self.scheduler.state.policy.compression.join is Join.WHEN_DONE:
             for task in plan.compressions:
                 self._post(self.now + self.case.copy_ns, "copied", task.request.number)
         stopped = self._stopping(plan)
@@ -190,6 +194,8 @@ class Driver:
             most = min(most, -(-(self._mail[0][0] - self.now) // cost))
         if self._fails:  # steps that end before it comes
             most = min(most, (self._fails[0][0] - self.now - 1) // cost)
+        if self._changes:
+            most = min(most, self._changes[0][0] - scheduler.next_step)
         for number, request in self._by_job.items():
             stop = case.jobs[number].stop_after
             if stop is not None and request.phase is Phase.DECODE:
@@ -203,6 +209,13 @@ class Driver:
     def _post(self, time: int, what: str, number: int) -> None:
         heappush(self._mail, (time, self._order, what, number))
         self._order += 1
+
+    def _change(self) -> None:
+        """Policies whose time has come take over, before whoever arrives now."""
+        while self._changes and self._changes[0][0] <= self.scheduler.next_step:
+            _, policy = self._changes.pop(0)
+            self.scheduler.replace_policy(policy, self.now, policy_mark(policy))
+            self._audit()
 
     def _deliver(self) -> None:
         while self._mail and self._mail[0][0] <= self.now:

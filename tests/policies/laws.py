@@ -105,7 +105,7 @@ def refused_at_the_door(run: Run) -> None:
         refused = run.rows[arrivals[request.number] + 1 :][:1]
         at_once = bool(refused) and refused[0][1:3] == (Kind.REFUSED, request.number)
         assert at_once == (request.status is Status.REFUSED), f"{request.id}: refused late, or without an event"
-        if request.reason == Reason.NEVER_FITS:
+        if request.reason == Reason.NEVER_FITS and not run.case.changes:  # `state` is that of the policy refused under
             whole = -(
                 -max(request.prompt_tokens, request.prompt_tokens + request.target_tokens - 1) // limits.block_size
             )
@@ -171,7 +171,7 @@ def order_kept(run: Run) -> None:
     Checked for first come, one line for all, without skip-ahead: admissions go by submission among those waiting.
     """
     order = run.case.policy.order
-    if not isinstance(order, FirstCome) or order.lookahead:
+    if not isinstance(order, FirstCome) or order.lookahead or run.case.changes:
         return
     waiting: set[int] = set()
     swapped: set[int] = set()

@@ -224,9 +224,9 @@ def time_of_a_phase_is_lost(patch: Patch) -> None:
 
 
 def first_token_is_stamped_again(patch: Patch) -> None:
-    def commit(self: Scheduler, chunk: Any) -> None:
+    def commit(self: Scheduler, chunk: Any, outcome: Any) -> None:
         chunk.request.first_token_ns = -1
-        real(self, chunk)
+        real(self, chunk, outcome)
 
     real = Scheduler._commit_chunk
     patch.setattr(Scheduler, "_commit_chunk", commit)

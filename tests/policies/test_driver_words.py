@@ -112,15 +112,37 @@ def test_two_fail_and_one_stops_in_one_step() -> None:
     assert scheduler.plan(1) is None
 
 
-@pytest.mark.parametrize("more", [{"stopped": [0]}, {"failed": {0: "late"}}, {"stopped": [0], "failed": {0: "late"}}])
-def test_whoever_reaches_its_length_has_ended_whatever_else_is_said_of_it(more: dict[str, object]) -> None:
-    scheduler, (request,) = running(1, output=2)
-    for now, outcome in enumerate((Outcome(), Outcome(**more))):  # type: ignore[arg-type]
+@pytest.mark.parametrize("length", [1, 2])  # the limit is met by a prefill's token, by a decode step's
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, Reason.LENGTH),
+        ({"failed": {0: "late"}}, Reason.LENGTH),
+        ({"stopped": [0]}, Reason.STOP),
+        ({"stopped": [0], "failed": {0: "late"}}, Reason.STOP),
+    ],
+)
+def test_whoever_reaches_its_length_has_ended_by_it_unless_its_last_token_stops(
+    more: dict[str, object], reason: Reason, length: int
+) -> None:
+    scheduler, (request,) = running(1, output=length)
+    for now, outcome in enumerate((Outcome(), Outcome(**more))[-length:]):  # type: ignore[arg-type]
         plan = scheduler.plan(now)
         assert plan is not None
         scheduler.commit(plan, now + 1, outcome)
-    assert (request.status, request.reason, request.generated) == (Status.FINISHED, Reason.LENGTH, 2)
+    assert (request.status, request.reason, request.generated) == (Status.FINISHED, reason, length)
     assert scheduler.take_ended() == [request]
+
+
+@pytest.mark.parametrize(
+    ("most", "reason"), [(None, Reason.STOP), (3, Reason.STOP), (2, Reason.LENGTH), (1, Reason.LENGTH)]
+)
+def test_a_forced_length_tells_of_a_stop_only_below_the_limit(most: int | None, reason: Reason) -> None:
+    scheduler = Scheduler(load_policy("full-kv"), LIMITS)
+    request = scheduler.submit(TraceRequest("r", 3, 2, max_tokens=most), 0)
+    while (plan := scheduler.plan(0)) is not None:
+        scheduler.commit(plan, 0)
+    assert (request.status, request.reason) == (Status.FINISHED, reason)
 
 
 def test_words_about_strangers_are_not_heeded() -> None:

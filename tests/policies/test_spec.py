@@ -1,5 +1,6 @@
 """Policies as TOML, as short forms, and as a user's own file."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from policies.catalogue import QUESTIONS
 from policies.core.limits import Limits
-from policies.core.policy import Join
-from policies.core.request import Status
+from policies.core.policy import ClassMeans, Join
+from policies.core.prefix import PromptContent
+from policies.core.request import Request, Status
 from policies.prefix import NoSharing
 from policies.spec import (
     PolicyError,
@@ -154,7 +156,7 @@ def test_the_example_is_short_and_runs_under_the_laws() -> None:
     assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 60
     policy = load_policy(f"{EXAMPLE}:FewestLeft:budget.blocks=3,budget.tokens=0,window=2")
     few = Limits(num_blocks=8, block_size=4, max_batched_tokens=32, max_running=2, max_model_len=100)
-    jobs = tuple(job(f"r{n}", 4, output) for n, output in enumerate((30, 20, 3, 9, 1)))
+    jobs = tuple(job(f"r{n}", 4, 1 + n, max_tokens=most) for n, most in enumerate((30, 20, 5, 9, 6)))
     run = drive(Case(policy, few, jobs))
     for law in (laws.conservation, laws.one_terminal_event, laws.liveness, laws.times_add_up):
         law(run)
@@ -162,6 +164,32 @@ def test_the_example_is_short_and_runs_under_the_laws() -> None:
     by_admission = sorted(run.requests, key=lambda request: request.first_admitted_ns)
     assert [request.id for request in by_admission] == ["r2", "r4", "r3", "r1", "r0"]  # the first two at once
     assert {request.status for request in run.requests} == {Status.FINISHED}
+
+
+def test_the_example_expects_what_its_class_gave_and_knows_no_lengths() -> None:
+    key = load_policy(f"{EXAMPLE}:FewestLeft").order.key
+    seen = ClassMeans()
+    assert waiting(key, seen, generated=0) == 512
+    seen.add("short", 10)
+    seen.add("long", 1000)
+    assert (waiting(key, seen, "short"), waiting(key, seen, "long"), waiting(key, seen)) == (10, 1000, 505)
+    assert waiting(key, seen, "short", generated=7) == 3
+    assert waiting(key, seen, "short", generated=70) == 70, "outlived: as much again"
+    assert waiting(key, seen, "long", generated=7, max_tokens=50) == 43
+
+
+def waiting(
+    key: Callable[[Request, ClassMeans], tuple[float, ...]],
+    seen: ClassMeans,
+    cls: str | None = None,
+    generated: int = 0,
+    max_tokens: int | None = None,
+) -> float:
+    """What the key says is left of a request whose true length, 3 more tokens, nobody may look at."""
+    content = PromptContent(4, 4, None, None, None)
+    request = Request(0, "r", 0, 4, max_tokens, generated + 3, content, cls=cls)
+    request.generated = generated
+    return key(request, seen)[0]
 
 
 def test_the_example_through_toml_and_digest(tmp_path: Path) -> None:

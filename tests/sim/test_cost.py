@@ -27,10 +27,14 @@ PLAIN = CostModel(
     request_s=0.125,
     kv_read_token_s=0.0625,
     attention_pair_s=0.03125,
+    prefill_step_s=8.0,
+    launch_s=100.0,
+    compression_start_s=16.0,
     compression_launch_s=2.0,
     compression_source_token_s=0.5,
     compression_kept_token_s=0.25,
     compression_share=0.25,
+    compression_rate=0.75,
     swap_launch_s=4.0,
     swap_token_s=0.5,
 )
@@ -49,7 +53,12 @@ def test_a_large_decode_waits_for_the_arithmetic() -> None:
 
 def test_a_mixed_step_by_hand() -> None:
     # Arithmetic: 4 decodes x 0.75 + 200 x 0.5 + 2 x 0.25 = 103.5, above the 64 of the weights.
-    assert PLAIN.step_seconds(4, 32, 200, 64, 2) == 1 + 103.5 + 6 * 0.125 + 32 * 0.0625 + 64 * 0.03125
+    assert PLAIN.step_seconds(4, 32, 200, 64, 2) == 1 + 103.5 + 6 * 0.125 + 32 * 0.0625 + 64 * 0.03125 + 8
+
+
+def test_a_small_mixed_step_waits_for_its_launches() -> None:
+    # 1 + 64 + 2 x 0.125 + 1 = 66.25 of work on the device hide behind 100 of launches; 8 come on top
+    assert PLAIN.step_seconds(1, 16, 4, 0, 1) == 100 + 8
 
 
 def test_compression_and_swap_by_hand() -> None:
@@ -138,10 +147,14 @@ def test_roofline_coefficients_by_hand() -> None:
         "request_s": 0.003,
         "kv_read_token_s": kv_bytes / 0.8e6,
         "attention_pair_s": 2 * 2 * 2 * 8 / 0.2e7,  # q.k and p.v, 2 operations each, 2 layers, 8 wide
+        "prefill_step_s": 0.0,
+        "launch_s": 0.0,
+        "compression_start_s": 0.0,
         "compression_launch_s": 0.004,
         "compression_source_token_s": (kv_bytes / 1e6 + score_flops / 1e7) / 0.1,
         "compression_kept_token_s": 2 * kv_bytes / 1e6 / 0.1,
         "compression_share": 0.3,
+        "compression_rate": 0.3,
         "swap_launch_s": 0.005,
         "swap_token_s": kv_bytes / 0.5e5,
     }
@@ -207,6 +220,12 @@ def test_a_bad_coefficient_is_refused_by_name(value: Any) -> None:
 def test_neither_stream_gets_everything(share: float) -> None:
     with pytest.raises(SimError, match="compression_share must lie between 0 and 1"):
         replace(PLAIN, compression_share=share)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5])
+def test_a_compression_keeps_some_of_its_speed(rate: float) -> None:
+    with pytest.raises(SimError, match="compression_rate must be above 0 and at most 1"):
+        replace(PLAIN, compression_rate=rate)
 
 
 @pytest.mark.parametrize(

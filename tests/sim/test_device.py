@@ -6,10 +6,12 @@ import simpy
 from sim.device import Device
 
 
-def ends(share: float, compute: list[tuple[int, float]], compress: list[tuple[int, float]]) -> dict[str, list[int]]:
+def ends(
+    share: float, compute: list[tuple[int, float]], compress: list[tuple[int, float]], rate: float | None = None
+) -> dict[str, list[int]]:
     """Start jobs (at, work) on both streams; returns when each ended."""
     env = simpy.Environment(initial_time=0)
-    device = Device(env, share)
+    device = Device(env, share, rate)
     found: dict[str, list[int]] = {"compute": [], "compress": []}
 
     def start(at: int, work: float, stream: str):  # type: ignore[no-untyped-def]
@@ -48,3 +50,10 @@ def test_each_stream_is_first_in_first_out() -> None:
 def test_no_work_is_lost_or_made(share: float) -> None:
     found = ends(share, [(0, 50), (0, 70)], [(10, 30), (40, 25)])
     assert max(found["compute"] + found["compress"]) == pytest.approx(50 + 70 + 30 + 25, abs=4)
+
+
+def test_a_compression_may_run_faster_than_what_it_takes_away() -> None:
+    # at half its speed compression ends at 40 / 0.5 = 80, when compute has done 0.75 x 80 = 60 of 100
+    assert ends(0.25, [(0, 100)], [(0, 40)], rate=0.5) == {"compute": [120], "compress": [80]}
+    # compute ends at 100 / 0.75 = 133.3 -> 134, compression then has 67 of 120, and ends at 134 + 53
+    assert ends(0.25, [(0, 100)], [(0, 120)], rate=0.5) == {"compute": [134], "compress": [187]}

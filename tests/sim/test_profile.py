@@ -12,16 +12,21 @@ from sim.cost import COEFFICIENT_UNITS, roofline
 from sim.hardware import GPUS, MODELS
 from sim.profile import (
     PROFILES,
+    SHAPE,
+    Figure,
     FitError,
     Profile,
     ProfileError,
+    check_shape,
     find_profile,
     from_profile,
     load_profile,
+    open_profile,
     profile_names,
     save_profile,
 )
 
+SHARES = ("compression_share", "compression_rate")
 GUESS = roofline(GPUS["h200"], MODELS["qwen3-8b"])
 
 
@@ -31,16 +36,17 @@ def invented() -> Profile:
     return Profile(
         gpu="h200",
         model="qwen3-8b",
+        shape={name: getattr(MODELS["qwen3-8b"], name) for name in SHAPE},
         dtype="bfloat16",
         card="invented for a test",
         date="2026-01-31",
         versions={"torch": "0.0", "zipage-lab": "0.1.0"},
         block_size=256,
         window=16,
-        coefficients={
-            name: getattr(GUESS, name) * (1.0 if name == "compression_share" else 1.1) for name in COEFFICIENT_UNITS
-        },
+        coefficients={name: getattr(GUESS, name) * (1.0 if name in SHARES else 1.1) for name in COEFFICIENT_UNITS},
         fit_error={"decode": FitError(0.01, 0.04, 48), "prefill": FitError(0.02, 0.05, 30)},
+        held_out_error={"decode": FitError(0.02, 0.05, 48), "prefill": FitError(0.03, 0.06, 30)},
+        also={"host_step_s": Figure(0.0012, "s per step")},
     )
 
 
@@ -49,6 +55,7 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path, invented: Profil
     assert path.name == "h200-qwen3-8b-bfloat16.json"
     assert load_profile(path) == invented
     assert find_profile("h200", "qwen3-8b", folder=tmp_path) == invented
+    assert open_profile("h200-qwen3-8b-bfloat16", tmp_path) == open_profile(str(path)) == invented
     assert profile_names(tmp_path) == ("h200-qwen3-8b-bfloat16",)
 
 
@@ -65,6 +72,12 @@ def test_what_nobody_measured_is_named_beside_what_there_is(tmp_path: Path, inve
     save_profile(invented, tmp_path)
     with pytest.raises(ProfileError, match="nearest: h200-qwen3-8b-bfloat16;"):
         find_profile("h100", "qwen3-8b", folder=tmp_path)
+
+
+def test_a_profile_of_another_shape_is_stale(invented: Profile) -> None:
+    check_shape(invented, MODELS["qwen3-8b"])
+    with pytest.raises(ProfileError, match=r"is stale: .*\(num_layers 36 there, 35 here; vocab 151936 there, 7 here"):
+        check_shape(invented, replace(MODELS["qwen3-8b"], num_layers=35, vocab=7))
 
 
 def test_every_profile_that_ships_can_be_read() -> None:
@@ -113,6 +126,10 @@ def drop(*keys: str) -> Callable[[dict[str, Any]], None]:
         (put("versions", value={}), "versions: must be an object of name: version"),
         (put("versions", "torch", value=2.1), "versions.torch: must be a text"),
         (put("window", value=0), "window: must be a positive whole number, got 0"),
+        (drop("shape", "vocab"), "shape: missing 'vocab'"),
+        (put("shape", "hidden", value=4096.0), "shape.hidden: must be a positive whole number, got 4096.0"),
+        (put("also", "host_step_s", value=0.1), "also.host_step_s: must be an object, got 0.1"),
+        (put("held_out_error", value={}), "held_out_error: must state at least one of decode, prefill"),
         (put("fit_error", value={}), "fit_error: must state at least one of decode, prefill"),
         (put("fit_error", "decodes", value={}), "fit_error: unknown key 'decodes'; did you mean 'decode'"),
         (put("fit_error", "decode", "mean_relative", value=0.5), "mean_relative 0.5 is above max_relative 0.04"),

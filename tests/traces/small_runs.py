@@ -3,9 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
-import sim.simulator
 from policies.core.limits import Limits
 from policies.core.plan import StepPlan
 from policies.core.scheduler import Scheduler
@@ -55,7 +52,7 @@ class Witness:
     tables: list[dict[int, list[int]]] = field(default_factory=list)
 
 
-def watched(policy: str, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Witness]:
+def watched(policy: str, limits: Limits) -> tuple[Run, Witness]:
     """Simulate step by step and note the scheduler's own pool after each plan."""
     witness = Witness()
 
@@ -68,8 +65,7 @@ def watched(policy: str, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> tup
                 witness.tables.append({r.number: list(r.table) for r in state.running.values()})
             return plan
 
-    monkeypatch.setattr(sim.simulator, "Scheduler", Watched)
-    run = replay(conversations(), policy, limits=limits, quiet=False)
+    run = replay(conversations(), policy, limits=limits, quiet=False, make_scheduler=Watched)
     return run, witness
 
 

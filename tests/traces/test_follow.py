@@ -16,8 +16,8 @@ from traces.story import Story, requests_by_number
 
 
 @pytest.mark.parametrize(("policy", "limits"), [POLICIES[0], POLICIES[3], POLICIES[5], POLICIES[6]])
-def test_the_blocks_of_a_request_are_its_table(policy: str, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, witness = watched(policy, limits, monkeypatch)
+def test_the_blocks_of_a_request_are_its_table(policy: str, limits: Limits) -> None:
+    run, witness = watched(policy, limits)
     occupancy = replay_blocks(run.blocks, run.events, run.steps, run.manifest)
     middle = (run.steps["start_s"].to_numpy() + run.steps["end_s"].to_numpy()) / 2
     compressing = run.steps["compressing"].to_numpy() > 0

@@ -20,8 +20,8 @@ def one_run() -> Occupancy:
 
 
 @pytest.mark.parametrize(("policy", "limits"), POLICIES)
-def test_replayed_pool_is_the_schedulers_own(policy: str, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, witness = watched(policy, limits, monkeypatch)
+def test_replayed_pool_is_the_schedulers_own(policy: str, limits: Limits) -> None:
+    run, witness = watched(policy, limits)
     occupancy = replay_blocks(run.blocks, run.events, run.steps, run.manifest)
     starts = run.steps["start_s"].to_numpy()
     assert len(starts) == len(witness.pools) > 200

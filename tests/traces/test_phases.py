@@ -91,7 +91,7 @@ def test_holdings_add_up_to_the_steps_table(policy: str, limits: Limits) -> None
 def test_blocks_held_are_the_tables_of_the_scheduler(
     policy: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, witness = watched(policy, limits, monkeypatch)
+    run, witness = watched(policy, limits)
     held = holdings_of(run.events, run.steps, run.manifest)
     numbers, steps = held.numbers(), np.arange(run.steps.num_rows)
     blocks = held.blocks_at(numbers, steps)

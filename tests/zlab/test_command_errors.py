@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from sim.cost import COEFFICIENT_UNITS
+from sim.hardware import find_model
+from sim.profile import SHAPE
 from tests.zlab.command_line import SMALL, errors, zlab
 
 MISUSE: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -95,11 +97,14 @@ def test_a_recording_needs_a_folder_of_its_own(tmp_path: Path) -> None:
 def profile(**changes: object) -> str:
     """A measured profile of qwen3-8b on h200 as a file's text."""
     values = dict.fromkeys(COEFFICIENT_UNITS, 1e-6) | {"compression_share": 0.5}
+    model = find_model("qwen3-8b")
     coefficients = {name: {"value": values[name], "unit": unit} for name, unit in COEFFICIENT_UNITS.items()}
     document = {
         "format": "zlab-profile/1", "gpu": "h200", "model": "qwen3-8b", "dtype": "bfloat16", "card": "NVIDIA H200",
         "date": "2026-11-29", "versions": {"torch": "2"}, "block_size": 256, "window": 16, "coefficients": coefficients,
         "fit_error": {"decode": {"mean_relative": 0.01, "max_relative": 0.02, "num_points": 9}},
+        "held_out_error": {"decode": {"mean_relative": 0.01, "max_relative": 0.02, "num_points": 9}},
+        "shape": {name: getattr(model, name) for name in SHAPE}, "also": {},
     }  # fmt: skip
     return json.dumps(document | changes)
 
@@ -110,6 +115,9 @@ def test_measured_costs_are_used_where_they_were_measured(tmp_path: Path) -> Non
     fine = zlab("replay", SMALL, "--cost", str(path))
     assert fine.exit_code == 0
     assert "costs: h200-qwen3-8b-bfloat16 2026-11-29" in " ".join(fine.stdout.split())
+    unknown = zlab("replay", SMALL, "--profile", "h200-qwen3-9b-bfloat16")
+    assert unknown.exit_code == 2
+    assert "no measured profile 'h200-qwen3-9b-bfloat16'; " in errors(unknown)
     for options, words in (
         (("--gpu", "h100"), "was measured on h200 with qwen3-8b, not on h100 with qwen3-8b"),
         (("--policy", "hybrid:window=8"), "a window of 16, not for blocks of 256 and a window of 8"),

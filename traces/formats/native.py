@@ -16,6 +16,8 @@ from traces.formats.source import trace_name
 from traces.workload import REQUEST_FIELDS, TraceError, Workload, WorkloadMeta, request_to_line
 
 SCHEMA = "llm-trace/1"
+RECORDED_LIVE = "recorded live"
+"""The note in a trace's modifications that says: written line by line while requests ended."""
 META_FIELDS = tuple(f.name for f in fields(WorkloadMeta))
 
 
@@ -54,6 +56,17 @@ REQUIRED = ("id", "prompt_tokens")
 def meta_path(path: Path) -> Path:
     """Where the metadata of the trace at `path` lies: NAME.meta.json beside it."""
     return path.with_name(trace_name(path) + ".meta.json")
+
+
+def is_live(meta: WorkloadMeta | None) -> bool:
+    """Whether a trace was written while requests ended, so that its writer may have been stopped within a line."""
+    return meta is not None and RECORDED_LIVE in meta.modifications
+
+
+def write_meta(path: Path, meta: WorkloadMeta) -> None:
+    """Write the metadata of the trace at `path` beside it, in one move."""
+    with text_output(meta_path(path)) as file:
+        file.write(json.dumps({"schema": SCHEMA, **asdict(meta)}, indent=2) + "\n")
 
 
 def _check_meta(path: Path, found: dict[str, Any]) -> None:
@@ -193,5 +206,4 @@ def write_native(workload: Workload, path: Path | str) -> None:
     path = Path(path)
     with text_output(path) as lines:
         lines.writelines(map(request_to_line, workload))
-    with text_output(meta_path(path)) as file:
-        file.write(json.dumps({"schema": SCHEMA, **asdict(workload.meta)}, indent=2) + "\n")
+    write_meta(path, workload.meta)

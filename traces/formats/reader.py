@@ -1,5 +1,6 @@
 """Reading a trace file: every row in turn, the good ones kept in order of arrival, the others accounted for."""
 
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from traces.formats.bailian import CHAINED
 from traces.formats.cells import TICKS_PER_S, BadRowError, FailedRequestError, shown
 from traces.formats.detect import detect_format, missing_columns, named_format
 from traces.formats.layout import Format, Record, Row
-from traces.formats.native import read_meta
-from traces.formats.source import file_sha256, json_object, numbered_lines, split_cells, trace_name
+from traces.formats.native import is_live, read_meta
+from traces.formats.source import file_sha256, json_object, numbered_lines, split_cells, trace_name, unended_bytes
 from traces.table import RequestTable, plain_array
+from traces.torn import TornLineWarning
 from traces.workload import TraceError, Workload, WorkloadMeta
 
 MIN_ROWS_A_BATCH = 2.0
@@ -61,14 +63,26 @@ def _csv_records(path: Path, fmt: Format, on_progress: Progress | None) -> Itera
             raise TraceError(f"{path}:{line_number}: column {repeated[0]!r} stands twice in the header")
 
 
-def _jsonl_records(
-    path: Path, _fmt: Format, on_progress: Progress | None
-) -> Iterator[tuple[int, Record | BadRowError]]:
+def _jsonl_records(path: Path, fmt: Format, on_progress: Progress | None) -> Iterator[NumberedRecord]:
+    """Rows of a JSON Lines file; a trace recorded live may end in the middle of a line, which then is no bad row."""
+    may_be_torn = fmt.name == "native" and is_live(read_meta(path))
+    held: tuple[int, BadRowError] | None = None
     for line_number, line in numbered_lines(path, on_progress):
+        if held is not None:
+            yield held
+            held = None
         try:
             yield line_number, json_object(line)
         except BadRowError as error:
-            yield line_number, error
+            held = line_number, error
+    if held is None:
+        return
+    num_torn = unended_bytes(path) if may_be_torn else 0
+    if not num_torn:
+        yield held
+        return
+    warnings.warn(TornLineWarning(path, num_torn), stacklevel=2)
+    yield held[0], FailedRequestError("torn last line")
 
 
 def _rows(path: Path, fmt: Format, on_progress: Progress | None) -> Iterator[tuple[int, Row | BadRowError]]:

@@ -15,6 +15,7 @@ from traces.workload import TraceError
 
 GZIP_MAGIC = b"\x1f\x8b"
 PROGRESS_LINES = 4096
+TAIL_BYTES = 65536
 
 
 def trace_name(path: Path) -> str:
@@ -58,6 +59,21 @@ def numbered_lines(path: Path, on_progress: Callable[[float], None] | None = Non
         raise TraceError(f"{path}: is a damaged gzip file ({error})") from error
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def unended_bytes(path: Path) -> int:
+    """How many bytes of a plain file come after its last line end; 0 for one that is gzipped."""
+    with path.open("rb") as file:
+        if file.read(2) == GZIP_MAGIC:
+            return 0
+        file.seek(0, io.SEEK_END)
+        end, tail = file.tell(), b""
+        while end and b"\n" not in tail:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            tail = file.read(end - start) + tail
+            end = start
+    return len(tail) - (tail.rfind(b"\n") + 1)
 
 
 def split_cells(line: str) -> list[str]:

@@ -1,0 +1,46 @@
+"""Rows of a part to come: appended while a run goes on, and whole up to the last append whatever happens to the writer.
+
+A tail is a file in Arrow's IPC stream format beside the parts of its table, named after the part that it will become
+(`00007.tail`). Once that part is there the tail no longer counts.
+"""
+
+from pathlib import Path
+
+import pyarrow as pa
+
+SUFFIX = ".tail"
+
+
+class Tail:
+    """Appends rows; every append is handed to the operating system before it returns, so that a kill loses none."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._path = path
+        self._file = pa.OSFile(str(path), "wb")
+        self._stream = pa.ipc.new_stream(self._file, schema)
+
+    def append(self, rows: pa.Table) -> None:
+        """Append rows of the schema."""
+        self._stream.write_table(rows)
+
+    def drop(self) -> None:
+        """The part is there: close the file and remove it."""
+        self._stream.close()
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def read_tail(path: Path, schema: pa.Schema) -> pa.Table:
+    """The rows of a tail up to the last whole append; what a kill left half written is not among them.
+
+    Raises FileNotFoundError where the tail is gone (its part is there then).
+    """
+    data = path.read_bytes()
+    batches: list[pa.RecordBatch] = []
+    try:
+        with pa.ipc.open_stream(pa.BufferReader(data)) as stream:
+            for batch in stream:
+                batches.append(batch)  # noqa: PERF402 - those before a torn one are kept
+    except (pa.ArrowInvalid, OSError, EOFError):
+        pass
+    return pa.Table.from_batches(batches, schema)
