@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels.batch import CompressionBatch
-from engine.kernels.contract import Kernels
+from engine.kernels.contract import Kernels, Segment
 from engine.kernels.errors import KernelInputError
 from engine.kernels.workspace import Scratch
 
@@ -68,88 +68,56 @@ class ScoringInputs:
 
 
 class Scorer(Protocol):
-    """Fills `scratch.score [layers, B, H_kv, S]`: the higher, the sooner a token is kept.
+    """Fills `scratch.score [layers, B, H_kv, S]`: the higher, the sooner a token is kept."""
 
-    `keeps_history` says that it also fills `scratch.global_score`, which then travels with the kept tokens;
-    `needs_queries`, that it reads the stored queries of the window (a request must then hold a query slot).
-    """
+    @property
+    def name(self) -> str:
+        """What a policy calls it."""
 
-    name: str
-    keeps_history: bool
-    needs_queries: bool
+    @property
+    def keeps_history(self) -> bool:
+        """Whether it also fills `scratch.global_score`, which then travels with the kept tokens."""
 
     def score(self, inputs: ScoringInputs, kernels: Kernels) -> None:
         """Enqueue the scoring kernels."""
 
 
+@dataclass(frozen=True, slots=True)
 class AttentionScorer:
-    """Pooled window attention (in the manner of SnapKV)."""
+    """Attention of the window's queries, alone or with a memory, alone or against how much alike the keys are.
 
-    name = "attention"
-    keeps_history = False
-    needs_queries = True
+    Attributes:
+        name: what a policy calls it.
+        keeps_history: earlier compressions are remembered, decaying (in the manner of G-KV).
+        redundancy: keys alike are looked for in the whole "sequence" (over all pairs: slow, the yardstick), or inside
+            each "block" (in the same read of the keys as the attention); None takes attention alone.
+    """
 
-    def score(self, inputs: ScoringInputs, kernels: Kernels) -> None:
-        """A, pooled at a first compression."""
-        _attention(inputs, kernels, with_history=False)
-        _combine(inputs, kernels)
-
-
-class GlobalAttentionScorer:
-    """Window attention with a decaying memory of earlier compressions (in the manner of G-KV)."""
-
-    name = "attention+global"
-    keeps_history = True
-    needs_queries = True
+    name: str
+    keeps_history: bool = False
+    redundancy: Segment | None = None
 
     def score(self, inputs: ScoringInputs, kernels: Kernels) -> None:
-        """F, pooled at a first compression."""
-        _attention(inputs, kernels, with_history=True)
-        _combine(inputs, kernels)
-
-
-class FullRedundancyScorer:
-    """Window attention against redundancy over all pairs of keys (in the manner of R-KV); slow, the yardstick."""
-
-    name = "attention+full-redundancy"
-    keeps_history = False
-    needs_queries = True
-
-    def score(self, inputs: ScoringInputs, kernels: Kernels) -> None:
-        """Lambda * P - (1 - lambda) * R with R over the whole sequence."""
-        _attention(inputs, kernels, with_history=False)
-        kernels.full_redundancy(
-            inputs.cache_k, inputs.batch, inputs.scratch, threshold=inputs.settings.threshold
-        )  # `score` is its working memory until `combine` fills it
+        """Attention pooled at a first compression, or `lambda * it - (1 - lambda) * redundancy`."""
         settings = inputs.settings
-        kernels.combine(
+        kernels.attention_score(
+            inputs.cache_k,
+            inputs.window_queries,
             inputs.batch,
             inputs.scratch,
-            pool_size=settings.pool_size,
-            attention_weight=settings.attention_weight,
-            temperature=settings.temperature,
-            segment="sequence",
+            history=inputs.history if self.keeps_history else None,
+            decay=settings.decay,
+            lightning_threshold=settings.threshold if self.redundancy == "block" else None,
         )
-
-
-class LightningScorer:
-    """Global score against redundancy inside each block (Zipage); the default."""
-
-    name = "attention+global+lightning"
-    keeps_history = True
-    needs_queries = True
-
-    def score(self, inputs: ScoringInputs, kernels: Kernels) -> None:
-        """Lambda * P - (1 - lambda) * R with R inside blocks, from the same read of the keys."""
-        settings = inputs.settings
-        _attention(inputs, kernels, with_history=True, lightning_threshold=settings.threshold)
+        if self.redundancy == "sequence":  # `score` is its working memory until `combine` fills it
+            kernels.full_redundancy(inputs.cache_k, inputs.batch, inputs.scratch, threshold=settings.threshold)
         kernels.combine(
             inputs.batch,
             inputs.scratch,
             pool_size=settings.pool_size,
             attention_weight=settings.attention_weight,
             temperature=settings.temperature,
-            segment="block",
+            segment=self.redundancy,
         )
 
 
@@ -158,7 +126,6 @@ class RecentScorer:
 
     name = "recent"
     keeps_history = False
-    needs_queries = False
 
     def score(self, inputs: ScoringInputs, kernels: Kernels) -> None:
         """All the same."""
@@ -170,7 +137,6 @@ class RandomScorer:
 
     name = "random"
     keeps_history = False
-    needs_queries = False
 
     def score(self, inputs: ScoringInputs, kernels: Kernels) -> None:
         """Uniform, from the request's seed, the layer, the KV head and the place in cache order."""
@@ -178,10 +144,10 @@ class RandomScorer:
 
 
 SCORERS: tuple[Scorer, ...] = (
-    AttentionScorer(),
-    GlobalAttentionScorer(),
-    FullRedundancyScorer(),
-    LightningScorer(),
+    AttentionScorer("attention"),  # in the manner of SnapKV
+    AttentionScorer("attention+global", keeps_history=True),  # of G-KV
+    AttentionScorer("attention+full-redundancy", redundancy="sequence"),  # of R-KV
+    AttentionScorer("attention+global+lightning", keeps_history=True, redundancy="block"),  # Zipage; the default
     RecentScorer(),
     RandomScorer(),
 )
@@ -195,29 +161,3 @@ def find_scorer(name: str) -> Scorer:
     names = [scorer.name for scorer in SCORERS]
     near = get_close_matches(name, names, n=1, cutoff=0.0)[0]
     raise KernelInputError(f"no scorer is called {name!r}; did you mean {near!r}? There are {', '.join(names)}")
-
-
-def _attention(
-    inputs: ScoringInputs, kernels: Kernels, *, with_history: bool, lightning_threshold: float | None = None
-) -> None:
-    kernels.attention_score(
-        inputs.cache_k,
-        inputs.window_queries,
-        inputs.batch,
-        inputs.scratch,
-        history=inputs.history if with_history else None,
-        decay=inputs.settings.decay,
-        lightning_threshold=lightning_threshold,
-    )
-
-
-def _combine(inputs: ScoringInputs, kernels: Kernels) -> None:
-    settings = inputs.settings
-    kernels.combine(
-        inputs.batch,
-        inputs.scratch,
-        pool_size=settings.pool_size,
-        attention_weight=settings.attention_weight,
-        temperature=settings.temperature,
-        segment=None,
-    )

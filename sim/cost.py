@@ -126,10 +126,10 @@ class CostModel:
     ) -> float:
         """Seconds of a step that mixes decodes (as in `decode_seconds`) with `num_prefills` prefill chunks.
 
-        `prefill_tokens` are the chunks' tokens; `prefill_pairs` their (query, key) pairs, summed over chunks of `count`
-        tokens behind `start` cached ones: `start * count + count * (count + 1) / 2`. Equal to `decode_seconds`, to the
-        last bit, when the three are zero. With chunks the step is no graph: it takes `launch_s` at least, which the
-        device's work hides where that is longer, and `prefill_step_s` that nothing hides.
+        `prefill_tokens` are the chunks' tokens; `prefill_pairs` their (query, key) pairs, summed over the chunks
+        (`policies.core.plan`). Equal to `decode_seconds`, to the last bit, when the three are zero. With chunks the
+        step is no graph: it takes `launch_s` at least, which the device's work hides where that is longer, and
+        `prefill_step_s` that nothing hides.
         """
         matmul_s = (
             self.decode_token_s * num_decodes + self.layer_token_s * prefill_tokens + self.head_row_s * num_prefills
@@ -158,11 +158,6 @@ class CostModel:
         """Every coefficient with its unit, and where they came from: plain JSON for a run's manifest."""
         coefficients = {name: {"value": getattr(self, name), "unit": unit} for name, unit in COEFFICIENT_UNITS.items()}
         return {"gpu": self.gpu, "model": self.model, "source": self.source, "coefficients": coefficients}
-
-
-def prefill_pairs(start: int, count: int) -> int:
-    """(Query, key) pairs of one causal prefill chunk of `count` tokens behind `start` cached ones."""
-    return start * count + count * (count + 1) // 2
 
 
 def roofline(

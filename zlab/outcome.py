@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from policies.core.errors import ConfigError, SchedulerError
+from policies.evidence import EvidenceError
 from policies.spec import PolicyError
 from sim.errors import SimError
 from traces.workload import TraceError
@@ -36,7 +37,7 @@ class Command(TyperGroup):
             raise fail(str(error), MISUSE) from error
         except BrokenPipeError:
             raise  # whoever read the output has had enough: no error of ours
-        except (TraceError, SchedulerError, OSError) as error:
+        except (TraceError, SchedulerError, EvidenceError, OSError) as error:
             raise fail(str(error), WENT_WRONG) from error
         except KeyboardInterrupt as error:
             typer.echo("interrupted", err=True)

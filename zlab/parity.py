@@ -13,7 +13,7 @@ from rich.markup import escape
 from policies.core.limits import Limits
 from policies.core.policy import Join
 from policies.record import names
-from policies.spec import load_policy, presets
+from policies.spec import load_policy, policy_from_toml, presets
 from sim.redecide import redecide
 from sim.replay import replay as simulate
 from sim.scenario import check_blocks
@@ -99,7 +99,7 @@ def parity(
         policies = policy or [name if trace else _scaled(name) for name in presets()]
         for name in policies:
             load_policy(name)
-        workload = _closed(Source(trace or SMALL, format, skip_bad_rows).read(silent=as_json))
+        workload = closed(Source(trace or SMALL, format, skip_bad_rows).read(silent=as_json))
         check_blocks(workload, block_size)
         sizes: dict[str, Any] = {
             "kv_blocks": kv_blocks if trace or kv_blocks else SMALL_BLOCKS,
@@ -110,7 +110,7 @@ def parity(
             "host_blocks": host_blocks,
         }
         with engine_room():
-            verdicts = _both(
+            verdicts = decided_by_both(
                 workload, [engine_settings(model, name, device=device, dtype=dtype, **sizes) for name in policies]
             )
     _show(verdicts, as_json)
@@ -123,11 +123,12 @@ def _scaled(name: str) -> str:
     return name if load_policy(name).budget.floor(1) is None else f"{name}:budget.tokens={SMALL_BUDGET_TOKENS}"
 
 
-def _closed(workload: Workload) -> Workload:
+def closed(workload: Workload) -> Workload:
+    """The same requests, all there at once."""
     return replace(workload, requests=[replace(request, arrival_s=None) for request in workload])
 
 
-def _both(workload: Workload, settings: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+def decided_by_both(workload: Workload, settings: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """Engine first (its prompts are real), then the simulator on the same requests, policy by policy."""
     from engine.build import EngineSettings, find_dtype
     from engine.loading import load_model
@@ -159,13 +160,13 @@ def _verdict(
     events: pa.Table,
     blocks: pa.Table,
     asked: Sequence[TraceRequest],
-    closed: Workload | None,
+    told: Workload | None,
 ) -> Verdict:
     """Set a run of the engine beside the simulator's decisions: of a closed workload, or told what the engine was."""
-    policy = load_policy(manifest["policy"]) if closed is not None else None
-    if closed is not None and policy is not None and policy.compression.join is not Join.WHEN_DONE:
+    policy = policy_from_toml(manifest["policy_toml"], manifest["policy"]) if told is not None else None
+    if told is not None and policy is not None and policy.compression.join is not Join.WHEN_DONE:
         limits = Limits(**manifest["limits"])
-        other = simulate(replace(closed, requests=list(asked)), policy, limits=limits)
+        other = simulate(replace(told, requests=list(asked)), policy, limits=limits)
         digest, other_events = other.manifest["digest"], other.events
         steps = other.manifest["num_steps"]
     else:
@@ -177,7 +178,8 @@ def _verdict(
         name: sum(requests[name].to_pylist())
         for name in ("preemptions", "swaps", "compressions", "prefix_hit_tokens", "output_tokens")
     }
-    figures = {"steps": manifest["num_steps"], "simulated_steps": steps, **totals}
+    failed = requests["status"].to_pylist().count("failed")
+    figures = {"steps": manifest["num_steps"], "simulated_steps": steps, **totals, "failed": failed}
     return Verdict(manifest["policy"], manifest["digest"], digest, figures, difference, (rows[0], rows[1]))
 
 

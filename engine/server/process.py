@@ -103,6 +103,12 @@ class Process(uvicorn.Server):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.drain if self._num_signals == 1 else self.stop)
 
+    def end_soon(self) -> None:
+        """Stop, from any thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed: it has ended
+                self._loop.call_soon_threadsafe(self.stop)
+
     def drain(self) -> None:
         """Let nobody in any more, and leave when the last is out or `grace_s` is over; on the event loop."""
         if self._draining is None:
@@ -129,6 +135,4 @@ class Process(uvicorn.Server):
     def _engine_failed(self) -> None:
         """The engine's thread has given up: so does the process, after its clients have been told."""
         self.exit_code = 1
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed: the server is gone already
-                self._loop.call_soon_threadsafe(self.stop)
+        self.end_soon()

@@ -61,12 +61,12 @@ class PrefixAffinity:
     """The rule and what it remembers: a load and the recent blocks of each replica."""
 
     def __init__(self, capacity_blocks: int, lead: Lead | None = None) -> None:
-        """`capacity_blocks`: full blocks that one replica's cache can hold, at least 1."""
+        """`capacity_blocks`: full blocks that one replica's cache can hold, at least 1; may be changed later."""
         if capacity_blocks < 1:
             raise ValueError(f"a replica holds at least 1 block, not {capacity_blocks}")
         self.lead = lead or Lead()
         self.counts = RoutingCounts()
-        self._capacity = capacity_blocks
+        self.capacity_blocks = capacity_blocks
         self._held: dict[str, OrderedDict[int, None]] = {}  # the least recently sent first
         self._loads: Counter[str] = Counter()
         self._under_way: dict[Hashable, tuple[str, int]] = {}
@@ -118,7 +118,7 @@ class PrefixAffinity:
         for key in reversed(keys):  # the first block last: of a chain, the end is forgotten first
             held[key] = None
             held.move_to_end(key)
-        while len(held) > self._capacity:
+        while len(held) > self.capacity_blocks:
             held.popitem(last=False)
 
     def end(self, request: Hashable) -> None:

@@ -25,9 +25,7 @@ def merged(pages: Mapping[str, str]) -> dict[str, Metric]:
     families: dict[str, Metric] = {}
     for replica, page in pages.items():
         for family in text_string_to_metric_families(page):
-            mine = families.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type, family.unit)
-            )
+            mine = families.setdefault(family.name, Metric(family.name, family.documentation, family.type, family.unit))
             for sample in family.samples:
                 labels = {LABEL: replica, **sample.labels}
                 mine.add_sample(sample.name, labels, sample.value, sample.timestamp, sample.exemplar)

@@ -12,10 +12,11 @@ BYTES_PER_TOKEN = 4  # of English text; a rough guess costs only that a block be
 
 @dataclass(frozen=True)
 class Demand:
-    """What the affinity rule is told of a request."""
+    """What the affinity rule is told of a request. `request_id`: the caller's own, in the body."""
 
-    keys: tuple[int, ...]
-    num_outputs: int
+    keys: tuple[int, ...] = ()
+    num_outputs: int = 1
+    request_id: str | None = None
 
 
 def demand_of(body: bytes, block_size: int) -> Demand:
@@ -27,13 +28,18 @@ def demand_of(body: bytes, block_size: int) -> Demand:
     try:
         fields = json.loads(body)
     except ValueError:
-        return Demand((), 1)
+        return Demand()
     if not isinstance(fields, dict):
-        return Demand((), 1)
+        return Demand()
     prompts = _prompts(fields)
     copies = fields.get("n")
     num_copies = copies if isinstance(copies, int) and copies > 0 else 1
-    return Demand(_keys(prompts[0], block_size) if prompts else (), max(len(prompts), 1) * num_copies)
+    id = fields.get("request_id")
+    return Demand(
+        _keys(prompts[0], block_size) if prompts else (),
+        max(len(prompts), 1) * num_copies,
+        id if isinstance(id, str) else None,
+    )
 
 
 def _prompts(fields: Mapping[str, Any]) -> list[Any]:

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from policies.core.request import Request
 
 
+def prefill_pairs(start: int, count: int) -> int:
+    """(Query, key) pairs of `count` tokens behind `start` others: every token sees what is before it and itself."""
+    return start * count + count * (count + 1) // 2
+
+
 @dataclass(slots=True)
 class PrefillChunk:
     """Compute the tokens at positions `start .. start + count - 1` of a request; its table already has room for them.
@@ -20,8 +25,8 @@ class PrefillChunk:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of causal attention: every token sees what is before it and itself."""
-        return self.start * self.count + self.count * (self.count + 1) // 2
+        """(Query, key) pairs of its causal attention."""
+        return prefill_pairs(self.start, self.count)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ PLACE = Place("torch", "cpu", torch.float32)
 def test_every_scorer_is_found_by_its_name() -> None:
     assert [find_scorer(scorer.name) for scorer in SCORERS] == list(SCORERS)
     assert len(SCORERS) == 6
-    assert {scorer.name for scorer in SCORERS if not scorer.needs_queries} == {"recent", "random"}
 
 
 def test_an_unknown_scorer_names_the_nearest() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost import COEFFICIENT_UNITS, CostModel, Efficiencies, prefill_pairs, roofline
+from policies.core.plan import prefill_pairs
+from sim.cost import COEFFICIENT_UNITS, CostModel, Efficiencies, roofline
 from sim.errors import SimError
 from sim.hardware import GPUS, MODELS, Gpu
 from sim.model_shape import Model
