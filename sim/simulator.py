@@ -22,7 +22,6 @@ NS_PER_S = 1_000_000_000
 Progress = Callable[[int, int, int], None]  # (requests ended, requests in all, simulated ns)
 Process = Generator[simpy.Event, Any, None]
 PROGRESS_EVERY = 512  # plans
-STRETCH = 64  # steps timed ahead: blocks may run out long before a decision falls due
 
 
 def to_ns(seconds: float) -> int:
@@ -68,6 +67,7 @@ class Simulation:
         self._planned_ns = 0  # with `plan_ahead`: when the coming step was planned; who came later is not in it
         self._arrived: simpy.Event | None = None  # what an idle loop waits for
         self._all_arrived = False
+        self._now_ns = 0  # where the loop stands
         self._join = policy.compression.join
         self._pending: dict[simpy.Event, int] = {}  # compressions the scheduler waits for (join `when_done`)
         self._ended: list[tuple[Request, int]] = []
@@ -106,18 +106,15 @@ class Simulation:
         self._all_arrived = True
 
     def _loop(self) -> Process:
-        """The engine loop."""
+        """The engine loop. Its own clock, `_now_ns`, is ahead of SimPy's while nothing else happens in between."""
         scheduler, env = self.scheduler, self.env
         yield env.timeout(0)  # whoever arrives at time 0 comes first
         while True:
-            if env.peek() == env.now:
-                yield env.timeout(0)  # let everything that happens at this very time happen first
+            while env.peek() <= self._now_ns:  # let everything that happens up to this very time happen first
+                yield env.timeout(self._now_ns - env.now)
             self._take_in()
-            if self._quiet and not self._device.compressing and not self._inbox:
-                before = scheduler.next_step
-                yield from self._stretch()
-                if scheduler.next_step > before:
-                    continue
+            if self._quiet and not self._device.compressing and not self._inbox and self._stretch():
+                continue
             plan = scheduler.plan(self._now_ns)
             if plan is None:
                 if self._inbox:  # nothing is under way: who came meanwhile is looked at now
@@ -126,11 +123,17 @@ class Simulation:
                 if self._all_arrived and not self._pending:
                     return
                 yield self._something()
-                self._planned_ns = self._now_ns
+                self._now_ns = self._planned_ns = int(env.now)
                 continue
             self._steps.plan(plan)
             start_ns = self._now_ns
-            yield from self._carry_out(plan)
+            if plan.compressions or plan.swaps or self._device.compressing:
+                if env.now < self._now_ns:
+                    yield env.timeout(self._now_ns - env.now)
+                yield from self._carry_out(plan)
+                self._now_ns = int(env.now)
+            else:
+                self._now_ns += to_ns(self._seconds(plan))
             self._steps.ran(start_ns, self._now_ns)
             self._planned_ns = start_ns
             scheduler.commit(plan, self._now_ns)
@@ -141,15 +144,18 @@ class Simulation:
         self._arrived = self.env.event()
         return simpy.AnyOf(self.env, [self._arrived, *self._pending])
 
+    def _seconds(self, plan: StepPlan) -> float:
+        """What the step's decodes and prefills take, alone on the card."""
+        cost, chunks = self._cost, plan.prefills
+        if not chunks:
+            return cost.decode_seconds(plan.num_decodes, plan.context_tokens) if plan.num_decodes else 0.0
+        pairs = sum(chunk.pairs for chunk in chunks)
+        return cost.step_seconds(plan.num_decodes, plan.context_tokens, plan.num_prefill_tokens, pairs, len(chunks))
+
     def _carry_out(self, plan: StepPlan) -> Process:
-        """Let the device do what the plan says; ends when the step ends."""
+        """Let both streams do what the plan says; ends when the step ends."""
         cost, device = self._cost, self._device
-        work = 0.0
-        if plan.num_decodes or plan.prefills:
-            pairs = sum(chunk.pairs for chunk in plan.prefills)
-            work = cost.step_seconds(
-                plan.num_decodes, plan.context_tokens, plan.num_prefill_tokens, pairs, len(plan.prefills)
-            )
+        work_ns = to_ns(self._seconds(plan))
         waits: list[simpy.Event] = []
         together = 0
         start_s = cost.compression_start_s  # once a step, with its first compression
@@ -169,27 +175,22 @@ class Simulation:
             tokens = sum(len(task.blocks) for task in plan.swaps) * self.scheduler.state.limits.block_size
             self.swapped_tokens += tokens
             waits.append(self.env.timeout(to_ns(cost.swap_seconds(tokens))))
-        if device.compressing:
-            waits.append(device.compute(to_ns(work)))
-            yield simpy.AllOf(self.env, waits)
-        elif waits:
-            yield simpy.AllOf(self.env, [*waits, self.env.timeout(to_ns(work))])
-        else:
-            yield self.env.timeout(to_ns(work))
+        waits.append(device.compute(work_ns) if device.compressing else self.env.timeout(work_ns))
+        yield simpy.AllOf(self.env, waits)
 
-    def _stretch(self) -> Process:
-        """Take steps that only decode at once, up to the first step boundary at which somebody may have arrived."""
-        scheduler, env = self.scheduler, self.env
+    def _stretch(self) -> bool:
+        """Take steps that only decode at once, up to the first step boundary at which something may have happened."""
+        scheduler = self.scheduler
         most = scheduler.quiet_steps()
         if not most:
-            return
+            return False
         decoding = scheduler.state.decoding
         num_decodes, context = decoding.num_requests, decoding.context_tokens
-        until, decode_seconds = env.peek(), self._cost.decode_seconds
-        start_ns = time = self._now_ns
+        until, decode_seconds = self.env.peek(), self._cost.decode_seconds
+        time = self._now_ns
         ends: list[int] = []
         first_step, first_context = scheduler.next_step, context
-        for _ in range(min(most, STRETCH)):
+        for _ in range(most):
             time += int(decode_seconds(num_decodes, context) * NS_PER_S + 0.5)
             ends.append(time)
             context += num_decodes
@@ -197,15 +198,12 @@ class Simulation:
                 break
         blocks = scheduler.advance(len(ends))
         if blocks:
-            self._steps.quiet(first_step, first_context, start_ns, ends, blocks)
-            self._planned_ns = ends[len(blocks) - 2] if len(blocks) > 1 else start_ns
-            yield env.timeout(ends[len(blocks) - 1] - start_ns)
+            self._steps.quiet(first_step, first_context, self._now_ns, ends, blocks)
+            self._planned_ns = ends[len(blocks) - 2] if len(blocks) > 1 else self._now_ns
+            self._now_ns = ends[len(blocks) - 1]
+        return bool(blocks)
 
     # to and from the scheduler
-
-    @property
-    def _now_ns(self) -> int:
-        return int(self.env.now)
 
     def _take_in(self) -> None:
         """Tell the scheduler what has arrived and which compressions have finished."""

@@ -21,6 +21,17 @@ def plan_prefill(state: State, plan: StepPlan, token_budget: int) -> None:
         _admit(state, plan, token_budget)
 
 
+def may_admit(state: State) -> bool:
+    """Whether the next step may admit somebody; where it is plain that the line's head has to wait, it is noted."""
+    request = state.waiting.first()
+    if request is None:
+        return False
+    if state.policy.order.lookahead or request.swapped_blocks or _may_enter(state, request):
+        return True
+    state.admission_due = False
+    return False
+
+
 def _cut(state: State, plan: StepPlan, request: Request, token_budget: int) -> int:
     """Plan the next chunk of an admitted request; returns the budget that is left."""
     todo = request.prefill_until - request.computed_tokens
@@ -69,12 +80,10 @@ def _try(state: State, plan: StepPlan, request: Request, token_budget: int) -> i
     """Admit one request if it fits; returns what it takes of the token budget. None or NEXT_STEP: it stays in line."""
     if request.swapped_blocks:
         return _swap_in(state, plan, request)
+    if not _may_enter(state, request):
+        return None
     held = state.blocks_for(request.total_tokens)
     fill = request.total_tokens - (held - 1) * state.limits.block_size
-    if not _slot_allows(state, held, fill):
-        return None
-    if not _blocks_allow(state, request, held - min(request.content.num_blocks, held)):
-        return None  # whatever it finds in the cache: blocks that only it can match come out of the free ones
     hits = match(state, request)
     admission = state.policy.admission
     refs = state.pool.refs
@@ -93,6 +102,18 @@ def _try(state: State, plan: StepPlan, request: Request, token_budget: int) -> i
     _cut(state, plan, request, token_budget)
     assert len(plan.prefills) == before + 1
     return min(asks, token_budget)
+
+
+def _may_enter(state: State, request: Request) -> bool:
+    """Whether the request might be admitted, whatever it finds in the cache.
+
+    Blocks that only it can match come out of the free ones, so no more than its shareable ones can be had for nothing.
+    """
+    held = state.blocks_for(request.total_tokens)
+    fill = request.total_tokens - (held - 1) * state.limits.block_size
+    return _slot_allows(state, held, fill) and _blocks_allow(
+        state, request, held - min(request.content.num_blocks, held)
+    )
 
 
 def _eager(state: State, held: int) -> bool:

@@ -12,13 +12,15 @@ from policies.core.blocks import BlockPool
 from policies.core.events import Journal, Kind
 from policies.core.request import Phase, Request
 
-GREW = int(Kind.GREW)
+GREW, DECODES = int(Kind.GREW), int(Kind.DECODES)
+LOOK_AHEAD = 64  # decode steps: whoever times them ahead should not do so in vain
 
 
 class Decoding:
     """Members decode one token a step. `tick` counts decode steps; all tick arguments are values of it."""
 
     __slots__ = (
+        "_announced",
         "_block_size",
         "_decides_from",
         "_due",
@@ -43,6 +45,7 @@ class Decoding:
         self.num_requests = 0
         self.changes = 0  # times somebody came or went: a driver that keeps the set elsewhere sees when to look again
         self.context_tokens = 0  # cache positions the members read in the next decode step
+        self._announced = 0  # decodes a step, as the journal has it
 
     def _tune(self, floor: int | None, window: int, lowest: int | None) -> None:
         """`lowest`: table length from which room may be a decision for somebody (after a change less than `floor`)."""
@@ -190,6 +193,30 @@ class Decoding:
         self.tick += 1
         self.context_tokens += self.num_requests
 
+    def announce(self, num_decodes: int, journal: Journal) -> None:
+        """Write down how many decode in the step, if that differs from the one before."""
+        if num_decodes != self._announced:
+            self._announced = num_decodes
+            journal.emit(DECODES, -1, num_decodes)
+
+    def quiet_steps(self, pool: BlockPool) -> int:
+        """How many of the next `LOOK_AHEAD` decode steps need no decision and find the blocks they need."""
+        due = self.next_due()
+        if due is None:
+            return 0
+        steps = min(due - self.tick, LOOK_AHEAD)
+        free = pool.num_free
+        if steps <= 0 or free >= self.num_requests * -(-steps // self._block_size):
+            return steps
+        growth, tick = self._growth, self.tick
+        for step in range(steps):
+            requests = growth.get(tick + step)
+            if requests is not None:
+                free -= len(requests)
+                if free < 0:
+                    return step
+        return steps
+
     def advance(self, num_steps: int, pool: BlockPool, journal: Journal) -> list[tuple[int, int]]:
         """Take up to `num_steps` decode steps that need no decision; returns (free, cached) blocks in each.
 
@@ -208,6 +235,8 @@ class Decoding:
                 del growth[tick]
                 last = self._grow_all(self._growing(requests), pool, journal, last)
                 now_free = (pool.num_free, pool.num_cached)
+            if self._announced != self.num_requests:
+                self.announce(self.num_requests, journal)
             blocks.append(now_free)
             journal.step += 1
             self.tick = tick + 1

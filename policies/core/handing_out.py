@@ -5,10 +5,15 @@ from policies.core.request import Phase, Request
 from policies.core.state import State
 
 
+def may_hand_out(state: State) -> bool:
+    """Whether there are slots to hand out, and somebody may ask for one."""
+    return state.hands_out and state.slots.num_free > 0 and bool(state.running)
+
+
 def hand_out_slots(state: State) -> None:
     """Free slots go to running requests without one: nearest to the window first, or along the line."""
     state.slots_due = False
-    if not state.hands_out or not state.slots.num_free or not state.running:
+    if not may_hand_out(state):
         return
     nearest = state.policy.slots.nearest_first or state.slots.needed is NeedsSlot.ALWAYS
     if not nearest and next(reversed(state.running.values())).slot >= 0:

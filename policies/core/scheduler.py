@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from policies.core.admitting import plan_prefill
+from policies.core.admitting import may_admit, plan_prefill
 from policies.core.errors import DuplicateRequestError, StuckError, UnknownRequestError
 from policies.core.events import Kind, Reason, Sink
 from policies.core.giving_way import finish_swap_in, finish_swap_out, give_way_at_last, preempt
-from policies.core.handing_out import hand_out_slots
+from policies.core.handing_out import hand_out_slots, may_hand_out
 from policies.core.intake import admissible, make_request
 from policies.core.limits import Limits
 from policies.core.plan import NOTHING, Outcome, PrefillChunk, StepPlan
@@ -46,7 +46,6 @@ class Scheduler:
         self._prefix_block_size = prefix_block_size
         self._ids: dict[str, Request] = {}
         self._ending: list[Request] = []
-        self._last_num_decodes = 0
         self._next_number = 0
         self._compressed: set[int] = set()
         self.next_step = 0
@@ -143,9 +142,7 @@ class Scheduler:
         if plan.empty:
             self._watch()
             return None
-        if plan.num_decodes != self._last_num_decodes:
-            self._last_num_decodes = plan.num_decodes
-            state.journal.emit(Kind.DECODES, -1, plan.num_decodes)
+        state.decoding.announce(plan.num_decodes, state.journal)
         return plan
 
     def commit(self, plan: StepPlan, now_ns: int, outcome: Outcome = NOTHING) -> None:
@@ -174,22 +171,28 @@ class Scheduler:
         self._compressed.update(numbers)
 
     def quiet_steps(self) -> int:
-        """How many steps from now on only decode, with nothing to decide but which free block comes next."""
+        """How many steps from now on only decode, with nothing to decide but which free block comes next.
+
+        There may be more of them: ask again when these have been taken.
+        """
+        if self._disturbed():
+            return 0
+        return self.state.decoding.quiet_steps(self.state.pool)
+
+    def _disturbed(self) -> bool:
+        """Whether something besides the decoding set's own calendar may call for a decision in the next step."""
         state = self.state
-        if state.prefilling or state.swapping or (state.slots_due and state.hands_out):
-            return 0
+        if state.prefilling or state.swapping or self._compressed:
+            return True
         if state.compressing and state.policy.compression.join is not Join.WHEN_DONE:
-            return 0
-        if state.admission_due and len(state.waiting):
-            return 0
+            return True
+        if state.slots_due and may_hand_out(state):
+            return True
         if state.room_due and (state.stalled or state.paused):
-            return 0
+            return True
         if state.paused and state.decoding.num_requests < state.limits.step_requests:
-            return 0
-        if state.decoding.num_requests != self._last_num_decodes:
-            return 0
-        due = state.decoding.next_due()
-        return 0 if due is None or self._compressed else due - state.decoding.tick
+            return True
+        return state.admission_due and may_admit(state)
 
     def advance(self, num_steps: int) -> list[tuple[int, int]]:
         """Plan and commit up to `num_steps` (at most `quiet_steps`) at once; returns (free, cached) blocks in each.
