@@ -10,9 +10,10 @@ from heapq import heappop, heappush
 
 from policies.core.blocks import BlockPool
 from policies.core.events import Journal, Kind
+from policies.core.growth import NEVER, GrowthCalendar
 from policies.core.request import Phase, Request
 
-GREW, DECODES = int(Kind.GREW), int(Kind.DECODES)
+DECODES = int(Kind.DECODES)
 LOOK_AHEAD = 64  # decode steps: whoever times them ahead should not do so in vain
 
 
@@ -37,8 +38,7 @@ class Decoding:
     def __init__(self, block_size: int, floor: int | None, window: int) -> None:
         """`floor`: table length from which growth is a decision of the budget (None: never); `window`: w, in tokens."""
         self._block_size = block_size
-        self._tune(floor, window, floor)
-        self._growth: dict[int, list[Request]] = {}
+        self._growth = GrowthCalendar(block_size)
         self._due: dict[int, list[Request]] = {}
         self._heap: list[int] = []  # ticks that have (or had) a due list
         self.tick = 0
@@ -46,6 +46,7 @@ class Decoding:
         self.changes = 0  # times somebody came or went: a driver that keeps the set elsewhere sees when to look again
         self.context_tokens = 0  # cache positions the members read in the next decode step
         self._announced = 0  # decodes a step, as the journal has it
+        self._tune(floor, window, floor)
 
     def _tune(self, floor: int | None, window: int, lowest: int | None) -> None:
         """`lowest`: table length from which room may be a decision for somebody (after a change less than `floor`)."""
@@ -53,12 +54,14 @@ class Decoding:
         self._window_start = self._block_size - window  # tokens the last block may hold without a slot
         # a window as long as a block begins with the block itself
         self._decides_from = None if lowest is None else lowest - (window == self._block_size)
+        self._growth.decide_from(self._decides_from)
 
     def retune(self, members: Iterable[Request], floor: int | None, window: int, lowest: int | None) -> None:
         """From now on the calendar goes by another budget and window; `members` are all there are, settled."""
+        self._growth.clear()
+        self._due.clear()
+        self._heap.clear()
         self._tune(floor, window, lowest)
-        for calendar in (self._growth, self._due, self._heap):
-            calendar.clear()
         for request in members:
             self.schedule(request)
 
@@ -68,6 +71,7 @@ class Decoding:
         if self._decides_from is not None and self._decides_from <= first:
             return False
         self._decides_from = first
+        self._growth.decide_from(first)
         return True
 
     def settle(self, request: Request) -> None:
@@ -101,7 +105,9 @@ class Decoding:
         self.num_requests -= 1
         self.changes += 1
         self.context_tokens -= request.cache_tokens
-        request.due_tick = request.grow_tick = -1
+        request.due_tick = -1
+        if request.grow_tick >= 0:
+            self._growth.remove(request, self.tick)
 
     def decides(self, held: int) -> bool:
         """Whether one more block, or the next token, may need a decision for a member with `held` blocks."""
@@ -113,11 +119,11 @@ class Decoding:
         due = tick + request.target_tokens - request.generated - 1  # the step that gives its last token
         full = tick + held * size + 1 - request.cache_tokens  # the step that needs one more block
         if not self.decides(held):
-            request.grow_tick = full
-            if full <= due:
-                self._growth.setdefault(full, []).append(request)
+            if request.grow_tick < 0 and full <= due:
+                self._growth.add(request, full)
         else:
-            request.grow_tick = -1
+            if request.grow_tick >= 0:
+                self._growth.remove(request, tick)
             due = min(due, full)
             floor = self._floor
             if request.slot < 0 and floor is not None and request.missed_window != held and held >= floor:
@@ -134,30 +140,31 @@ class Decoding:
     def reschedule_growth(self, request: Request) -> None:
         """A settled member has grown and is still free to grow: only the step of its next block has changed."""
         tick = self.tick + len(request.table) * self._block_size + 1 - request.cache_tokens
-        request.grow_tick = tick
         if tick <= request.due_tick:
-            self._growth.setdefault(tick, []).append(request)
+            self._growth.add(request, tick)
 
-    def grow_all(self, pool: BlockPool, journal: Journal) -> None:
+    def grow_all(self, pool: BlockPool, journal: Journal) -> list[Request]:
         """Give members that need a block in the next decode step one each, in running order, while there are any.
 
-        Those that got none are still growing. Members that now hold as many blocks as need a decision may be due.
+        Returns those that got none; for them the caller sees to it.
         """
-        requests = self._growth.pop(self.tick, None)
-        if requests is None:
-            return
-        growing = self._growing(requests)
-        lacking = growing[pool.num_free :]
-        self._grow_all(growing[: pool.num_free], pool, journal, self.tick)
-        for request in lacking:
-            request.grow_tick = self.tick
-        if lacking:
-            self._growth[self.tick] = lacking
+        needed = self._growth.num_needed(self.tick)
+        if needed > pool.num_free:
+            return self.grow(self._growth.take(self.tick), pool, journal)
+        if needed:
+            self._grow_on(pool, journal)
+        return []
+
+    def grow(self, requests: list[Request], pool: BlockPool, journal: Journal) -> list[Request]:
+        """The same for members that lack a block for the next decode step."""
+        growing, lacking = requests[: pool.num_free], requests[pool.num_free :]
+        if growing:
+            self._decide_later(self._growth.take_in_grown(growing, self.tick, pool, journal))
+        return lacking
 
     def take_growing(self) -> list[Request]:
         """Members that need a block in the next decode step; they are handed out once."""
-        tick = self.tick
-        return [request for request in self._growth.pop(tick, ()) if request.grow_tick == tick]
+        return self._growth.take(self.tick)
 
     def take_due(self, tick: int) -> list[Request]:
         """Members that end with the decode step `tick`, or have something to decide in it; handed out once."""
@@ -205,17 +212,9 @@ class Decoding:
         if due is None:
             return 0
         steps = min(due - self.tick, LOOK_AHEAD)
-        free = pool.num_free
-        if steps <= 0 or free >= self.num_requests * -(-steps // self._block_size):
+        if steps <= 0 or pool.num_free >= self.num_requests * -(-steps // self._block_size):
             return steps
-        growth, tick = self._growth, self.tick
-        for step in range(steps):
-            requests = growth.get(tick + step)
-            if requests is not None:
-                free -= len(requests)
-                if free < 0:
-                    return step
-        return steps
+        return self._growth.num_steps_within(pool.num_free, self.tick, steps)
 
     def advance(self, num_steps: int, pool: BlockPool, journal: Journal) -> list[tuple[int, int]]:
         """Take up to `num_steps` decode steps that need no decision; returns (free, cached) blocks in each.
@@ -227,63 +226,28 @@ class Decoding:
         growth, start = self._growth, self.tick
         last = start + num_steps
         while self.tick < last:
-            tick = self.tick
-            requests = growth.get(tick)
-            if requests is not None:
-                if len(requests) > pool.num_free:
+            needed = growth.num_needed(self.tick)
+            if needed:
+                if needed > pool.num_free:
                     break
-                del growth[tick]
-                last = self._grow_all(self._growing(requests), pool, journal, last)
+                last = min(last, self._grow_on(pool, journal))
                 now_free = (pool.num_free, pool.num_cached)
             if self._announced != self.num_requests:
                 self.announce(self.num_requests, journal)
             blocks.append(now_free)
             journal.step += 1
-            self.tick = tick + 1
+            self.tick += 1
         self.context_tokens += self.num_requests * (self.tick - start)
         return blocks
 
-    def _growing(self, requests: list[Request]) -> list[Request]:
-        """The valid ones of the entries for the next decode step, in running order."""
-        tick = self.tick
-        growing: list[Request] = []
-        for request in requests:
-            if request.grow_tick == tick:
-                request.grow_tick = -1  # it may stand here twice: once before it was preempted, once since
-                growing.append(request)
-        if len(growing) > 1:
-            growing.sort(key=_line)
-        return growing
+    def _grow_on(self, pool: BlockPool, journal: Journal) -> int:
+        """Everyone who needs a block now gets one; returns the first step in which one of them has to decide."""
+        reached = self._growth.grow(self.tick, pool, journal)
+        return self._decide_later(reached) if reached else NEVER
 
-    def _grow_all(self, growing: list[Request], pool: BlockPool, journal: Journal, last: int) -> int:
-        """One fresh block for each, in the order given; returns the tick before which to stop."""
-        tick, size, growth = self.tick, self._block_size, self._growth
-        decides_from = self._decides_from
-        next_tick = tick + size
-        later: list[Request] = []
-        taken = pool.take(len(growing))
-        rows, step = journal.rows, journal.step
-        journal.blocks += taken
-        for request, block in zip(growing, taken, strict=True):
-            table = request.table
-            table.append(block)
-            rows += (step, GREW, request.number, 0, 1)
-            if decides_from is not None and len(table) >= decides_from:
-                self.settle(request)
-                self.schedule(request)
-                last = min(last, request.due_tick)
-            else:
-                request.grow_tick = next_tick
-                if next_tick <= request.due_tick:
-                    later.append(request)
-        if later:
-            known = growth.get(next_tick)
-            if known is None:
-                growth[next_tick] = later
-            else:
-                known += later
-        return last
-
-
-def _line(request: Request) -> int:
-    return request.line
+    def _decide_later(self, reached: list[Request]) -> int:
+        """Members with so many blocks that the next one is a decision; returns the first step with one."""
+        for request in reached:
+            self.settle(request)
+            self.schedule(request)
+        return min((request.due_tick for request in reached), default=NEVER)

@@ -86,6 +86,13 @@ class Journal:
         if blocks:
             self.blocks += blocks
 
+    def emit_each(self, kind: int, requests: list[int], blocks: list[int]) -> None:
+        """Write a row with one block for each request."""
+        rows = [self.step, kind, 0, 0, 1] * len(requests)
+        rows[2 :: len(ROW)] = requests
+        self.rows += rows
+        self.blocks += blocks
+
     def flush(self) -> None:
         """Hash what has been collected and hand it to the sink."""
         if not self.rows:

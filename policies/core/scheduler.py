@@ -278,14 +278,14 @@ class Scheduler:
             due += decoding.take_growing()
             due += state.stalled.values()
             due += list(state.paused.values())[: max(state.limits.step_requests - decoding.num_requests, 0)]
-        else:
-            decoding.grow_all(state.pool, state.journal)
-            due = decoding.take_undecided() + decoding.take_growing()  # those at their window, those without a block
-        if len(due) > 1:
             due.sort(key=lambda request: request.line)
-        for request in due:
-            if request.line >= 0 and not request.in_flight and request.phase is not Phase.PREFILL:
+            for request in filter(_goes_on, due):
                 make_room(state, plan, request)
+        else:
+            lacking = decoding.grow_all(state.pool, state.journal)
+            while lacking:  # the first finds room, the others take of it what they need
+                make_room(state, plan, lacking[0])
+                lacking = decoding.grow(list(filter(_goes_on, lacking[1:])), state.pool, state.journal)
         plan.num_decodes = decoding.num_requests
         plan.context_tokens = decoding.context_tokens
 
@@ -359,3 +359,8 @@ class Scheduler:
             f"{state.pool.num_free} of {state.limits.num_blocks} blocks and {state.slots.num_free} slots are free "
             f"under policy {state.policy.name!r}"
         )
+
+
+def _goes_on(request: Request) -> bool:
+    """It still runs, has been computed, and no copy uses its blocks."""
+    return request.line >= 0 and not request.in_flight and request.phase is not Phase.PREFILL
