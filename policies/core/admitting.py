@@ -26,7 +26,7 @@ def may_admit(state: State) -> bool:
     request = state.waiting.first()
     if request is None:
         return False
-    if state.policy.order.lookahead or request.swapped_blocks or _may_enter(state, request):
+    if not _full(state) and (state.policy.order.lookahead or request.swapped_blocks or _may_enter(state, request)):
         return True
     state.admission_due = False
     return False
@@ -47,7 +47,7 @@ def _admit(state: State, plan: StepPlan, token_budget: int) -> None:
     """Admit from the head of the waiting line until one does not fit, skipping it as far as the order allows."""
     order, batching = state.policy.order, state.policy.batching
     while (request := state.waiting.first()) is not None:
-        if not batching.limit_per_step and len(state.running) >= state.limits.step_requests:
+        if _full(state):
             state.admission_due = False  # until somebody leaves
             return
         if token_budget <= 0 or (batching.limit_per_step and len(plan.prefills) >= state.limits.max_running):
@@ -61,6 +61,11 @@ def _admit(state: State, plan: StepPlan, token_budget: int) -> None:
             state.admission_due = admitted is not None
             return
         token_budget -= admitted
+
+
+def _full(state: State) -> bool:
+    """As many run as may."""
+    return not state.policy.batching.limit_per_step and len(state.running) >= state.limits.step_requests
 
 
 def _skip_ahead(state: State, plan: StepPlan, head: Request, token_budget: int) -> int | None:

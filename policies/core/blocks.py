@@ -71,9 +71,12 @@ class BlockPool:
         if self.num_cached:
             entries = self.entries
             for block in taken:
-                if entries[block] is not None:
+                entry = entries[block]
+                if entry is not None:
                     self.num_cached -= 1
-                    self.forget(block)
+                    entries[block] = None
+                    if isinstance(entry, PrefixEntry):
+                        entry.index.remove(entry)
         return taken
 
     def retain(self, block: int) -> None:

@@ -20,7 +20,7 @@ def hand_out_slots(state: State) -> None:
         return
     asking = [request for request in state.running.values() if request.slot < 0 and not request.in_flight]
     if nearest:
-        asking.sort(key=lambda request: (_to_window(state, request), request.line))
+        asking = _by_distance(state, asking)
     for request in asking:
         if not state.slots.can_give(state.blocks_with_slot(request)):
             break
@@ -30,8 +30,19 @@ def hand_out_slots(state: State) -> None:
             state.decoding.schedule(request)
 
 
-def _to_window(state: State, request: Request) -> int:
-    """Tokens until the next observation window that it could still keep begins (negative: it begins in this step)."""
-    tokens = request.prefill_until if request.phase is Phase.PREFILL else state.decoding.tokens(request)[0]
-    blocks = max(state.blocks_with_slot(request), state.floor or 0)
-    return blocks * state.limits.block_size - state.policy.compression.window - tokens
+def _by_distance(state: State, asking: list[Request]) -> list[Request]:
+    """By tokens until the next observation window that each could still keep ends, ties in running order."""
+    size, floor, tick = state.limits.block_size, state.floor or 0, state.decoding.tick
+    ranked: list[tuple[int, int, Request]] = []
+    for request in asking:  # every slot that comes free goes through all of them: no calls in here
+        held = len(request.table)
+        if request.missed_window == held > 0:
+            held += 1
+        tokens = request.cache_tokens
+        if request.phase is Phase.DECODE:
+            tokens += tick - request.anchor
+        elif request.phase is Phase.PREFILL:
+            tokens = request.prefill_until
+        ranked.append(((held if held > floor else floor) * size - tokens, request.line, request))
+    ranked.sort()
+    return [request for _, _, request in ranked]
