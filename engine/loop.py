@@ -18,6 +18,8 @@ from policies.spec import policy_mark
 from policies.steplog import StepLog
 from traces.workload import TraceRequest
 
+OnTokens = Callable[[list[int], int], None]  # (numbers of the requests that got one, ns of the loop's clock)
+
 
 @dataclass
 class Sequence:
@@ -66,6 +68,7 @@ class EngineLoop:
         self.sequences: dict[int, Sequence] = {}  # those that are not closed
         self.ended: list[tuple[Request, int]] = []  # with the step in which each ended; a driver empties it
         self.policy_changes: list[PolicyChange] = []
+        self.on_tokens: OnTokens | None = None  # told of every step's tokens when they have come to the host
         self._runner = runner
         runner.token_ids = self.token_ids
         sampler.output_ids = self._output_ids
@@ -186,6 +189,8 @@ class EngineLoop:
         self._steps.ran(start_ns, max(end_ns, start_ns))
         self._step_ns = max(end_ns - start_ns, 0)
         self._last_end_ns = max(end_ns, start_ns)
+        if self.on_tokens is not None:
+            self.on_tokens(step.result.numbers, max(end_ns, start_ns))
         stopped = []
         for row, (number, token) in enumerate(zip(step.result.numbers, tokens, strict=True)):
             sequence = self.sequences[number]
