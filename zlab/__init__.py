@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from zlab.bench import bench
+from zlab.calibrate import calibrate
 from zlab.compare import compare
 from zlab.demo import demo
 from zlab.generate import generate
@@ -18,6 +19,8 @@ from zlab.report import report
 from zlab.serve import serve
 from zlab.sweep import sweep
 from zlab.trace import app as trace
+from zlab.trust import trust
+from zlab.validate import validate
 
 app = typer.Typer(
     cls=Command,
@@ -36,7 +39,10 @@ app.command()(generate)
 app.command()(serve)
 app.command()(bench)
 app.command()(parity)
+app.command()(calibrate)
+app.command()(trust)
 app.command()(report)
+app.command()(validate)
 app.add_typer(trace, name="trace")
 
 
