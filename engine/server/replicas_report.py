@@ -63,13 +63,14 @@ async def health(roster: Roster, door: Door) -> Report:
 
 
 def metrics(roster: Roster, replies: Sequence[Reply]) -> Report:
-    """The samples of every replica under its label, and what the front itself counts.
+    """The samples of every replica that answers, under its label, and what the front itself counts.
 
-    Raises ApiError when no replica answers; a refusal by all is handed on.
+    A refusal is handed on.
     """
     done = {reply.member.name: reply.body.decode() for reply in replies if reply.done}
-    if not done and replies:
-        return together(replies)
+    refused = next((reply for reply in replies if reply.status and not reply.done), None)
+    if refused is not None and not done:
+        return Report(refused.status, refused.headers, refused.body)
     families = list(merged(done).values()) + _own_families(roster, set(done))
     data = page(families)
     return Report(200, _described(CONTENT_TYPE_LATEST.encode(), data), data)
