@@ -39,6 +39,10 @@ def serve(
         float | None,
         typer.Option("--canary-share", help="Share of blocks and requests, between 0 and 1, of a second lane."),
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option("--replicas", min=1, help="Engines behind one door, over Ray Serve: on CUDA a GPU each."),
+    ] = 1,
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", help=f"API keys, one a line; else ${API_KEY}, else none needed.")
     ] = None,
@@ -100,7 +104,7 @@ def serve(
     }
     files = (api_key_file, admin_key_file)
     with engine_room():
-        exit_code = _serve(engine, bounds, files, (host, port), open_to_all, canary_share, served_model)
+        exit_code = _serve(engine, bounds, files, (host, port), open_to_all, canary_share, served_model, replicas)
     raise typer.Exit(exit_code)
 
 
@@ -112,6 +116,7 @@ def _serve(
     open_to_all: bool,
     canary_share: float | None,
     served_model: str | None,
+    replicas: int,
 ) -> int:
     from engine.build import EngineSettings
     from engine.server.app import create_app
@@ -129,6 +134,16 @@ def _serve(
         )
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_S)
+    if replicas > 1:
+        from engine.server.replicas import serve_replicas
+        from engine.server.replicas_actor import plain_replica
+        from engine.server.replicas_cluster import ClusterSettings
+
+        wanted = EngineSettings(**engine)
+        open_replica = plain_replica(wanted, settings, keys, served_model, canary_share)
+        return serve_replicas(
+            open_replica, ClusterSettings(replicas, wanted.device, settings.max_concurrent), settings, keys, address
+        )
     house = open_house(EngineSettings(**engine), settings, keys, served_model, canary_share)
     process = Process(create_app(house), house, *address)
     process.run()
