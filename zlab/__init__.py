@@ -9,13 +9,17 @@ from zlab.bench import bench
 from zlab.calibrate import calibrate
 from zlab.compare import compare
 from zlab.demo import demo
+from zlab.diff import diff
 from zlab.generate import generate
+from zlab.history import history
 from zlab.memory import memory
 from zlab.outcome import Command
 from zlab.parity import parity
 from zlab.policy import app as policy
+from zlab.promote import promote
 from zlab.replay import replay
 from zlab.report import report
+from zlab.rollback import rollback
 from zlab.serve import serve
 from zlab.sweep import sweep
 from zlab.trace import app as trace
@@ -43,6 +47,10 @@ app.command()(calibrate)
 app.command()(trust)
 app.command()(report)
 app.command()(validate)
+app.command()(promote)
+app.command()(rollback)
+app.command()(history)
+app.command()(diff)
 app.add_typer(trace, name="trace")
 
 
