@@ -84,15 +84,12 @@ def differing_answers(left: StoredPolicy, right: StoredPolicy) -> dict[str, tupl
 
 
 def _answer(table: Mapping[str, Any]) -> str:
-    rest = (
-        f"{name}={_answer(value) if isinstance(value, dict) else value}"
-        for name, value in table.items()
-        if name != "kind"
-    )
-    return " ".join([str(table["kind"]), *rest])
+    settings = {name: value for name, value in table.items() if name != "kind"}
+    shown = (f"{name}={_answer(value) if isinstance(value, dict) else value}" for name, value in settings.items())
+    return " ".join([str(table["kind"]), *shown])
 
 
-def _own(table: Mapping[str, Any]) -> Iterator[str]:
+def _kinds(table: Mapping[str, Any]) -> Iterator[str]:
     """Kinds named in an answer: sources of the user's own may differ under one name."""
     yield str(table["kind"])
     for value in table.values():
