@@ -98,10 +98,14 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 @pytest.mark.parametrize("name", ["replay", "compare", "sweep"])
 def test_every_command_that_simulates_takes_all_of_a_scenario(name: str) -> None:
     found = parameters(name)
-    for item in fields(Scenario):
-        if item.name != "policy":
-            assert found[item.name].default == getattr(DEFAULTS, item.name)
+    options = [item.name for group in (SizeOptions, ScenarioOptions) for item in fields(group) if item.name != "sizes"]
+    assert len(options) == 11
+    assert {option: found[option].default for option in options} == {
+        option: getattr(DEFAULTS, option) for option in options
+    }
     assert ScenarioOptions().scenario() == DEFAULTS
+    chosen = ScenarioOptions(gpu="h100", sizes=SizeOptions(block_size=32), cost="measured")
+    assert chosen.scenario("full-kv") == Scenario("full-kv", "h100", block_size=32, cost="measured")
 
 
 @pytest.mark.parametrize("name", ["replay", "compare", "sweep", "bench", "parity"])
