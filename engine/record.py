@@ -160,6 +160,7 @@ class EngineRecorder:
         return {
             "digest": engine.scheduler.digest(),
             "num_steps": engine.scheduler.next_step,
+            "policy_changes": [change.as_manifest() for change in engine.loop.policy_changes],
             "compression_work_s": engine.compression.work_seconds(wait) if engine.compression is not None else 0.0,
             "swapped_tokens": engine.runner.swapped_tokens,
             "wall_s": time.perf_counter() - self._opened,
