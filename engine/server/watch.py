@@ -16,6 +16,7 @@ from engine.server.lanes import CANARY, LIVE, Lane
 from engine.server.observing import Observer
 from engine.server.rolling import RATES, WATCHED, Rolling
 from engine.server.worker import EngineWorker
+from policies.evidence import EvidenceError
 from policies.gates import Gates, State, Verdict
 from policies.measures import Measured
 from policies.registry import Registry, Stage, Target
@@ -265,7 +266,7 @@ class _Clerk:
                 LOG.warning("the registry does not have policy %s as %s: nothing to note", order.digest, order.stage)
                 return None
             self._registry.rollback(self._target, who=WHO, why=order.why, stage=order.stage)
-        except PolicyError as error:
+        except (EvidenceError, PolicyError) as error:
             return str(error)
         return None
 
