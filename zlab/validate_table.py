@@ -8,10 +8,11 @@ from rich.markup import escape
 from policies.evidence import Case, Evidence
 from policies.gates import Gate, State, Verdict
 from policies.measures import METRICS, Unit
-from zlab.tables import MISSING, console, figure, plain_table
+from zlab.tables import MISSING, console, figure, milliseconds, plain_table
 
 SHORT = 12  # digits of an id
 MOST_WORDS = 60
+SHOWN_IN_MS_BELOW_S = 0.1
 SHOWN = {State.PASSED: "holds", State.FAILED: "[bold]BROKEN[/]", State.UNMEASURED: "[bold]not measured[/]"}
 
 
@@ -60,6 +61,8 @@ def show_value(metric: str, value: float | str | None) -> str:
     unit = METRICS[metric].unit
     if unit is Unit.SHARE:
         return f"{value:.1%}"
+    if unit is Unit.SECONDS and 0 < abs(value) < SHOWN_IN_MS_BELOW_S:
+        return f"{milliseconds(value)} ms"
     text = f"{value:,.0f}" if value == int(value) and unit is Unit.NUMBER else figure(value)
     return f"{text} {unit}" if unit in (Unit.SECONDS, Unit.PER_SECOND) else text
 
