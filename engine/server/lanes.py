@@ -69,7 +69,9 @@ class Lane:
         The old engine's requests are gone with it; the caller has told them. Raises what `build_engine` raises.
         """
         old = self.engine
-        settings = replace(old.settings, policy=self.policy, num_blocks=old.limits.num_blocks)
+        began_with = (old.settings.policy,) if old.settings.policy != self.policy else ()  # it may be gone back to
+        may_become = (*old.settings.may_become, *began_with)
+        settings = replace(old.settings, policy=self.policy, may_become=may_become, num_blocks=old.limits.num_blocks)
         loaded, device = old.loaded, old.cache.k.device
         self.entries.clear()
         del self.engine, old
