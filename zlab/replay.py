@@ -1,6 +1,7 @@
 """`zlab replay`: one workload under one policy."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -26,6 +27,12 @@ def replay(
     trace: Trace,
     *,
     policy: PolicyName = "hybrid",
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--change", metavar="STEP:POLICY", help="Before that step another policy takes over; may be repeated."
+        ),
+    ] = None,
     given: ScenarioOptions,
     reading: ReadingOptions,
     out: RunFolder = None,
@@ -40,7 +47,7 @@ def replay(
     Exit code 0: ran; 1: the trace or the run went wrong, or no request could be served; 2: misuse; 130: interrupted
     (the recording then holds the run so far and says that it is incomplete).
     """
-    scenario = given.scenario(policy)
+    scenario = replace(given.scenario(policy), changes=tuple(change or ()))
     scenario.set_up()
     check_new(out)
     check_perfetto(perfetto)
@@ -52,6 +59,8 @@ def replay(
         if perfetto is not None and folder is not None:
             write_perfetto(Recording(folder), perfetto)
         report(run, workload, out, perfetto, as_json)
+    for spec in scenario.changes[len(run.manifest["policy_changes"]) :]:
+        typer.echo(f"--change {spec}: the run was over after {run.manifest['num_steps']:,} steps", err=True)
     if not run.summary["requests_finished"]:
         raise fail("no request could be served", WENT_WRONG)
 
