@@ -55,6 +55,7 @@ class EngineRecorder:
         self._ended: list[tuple[Request, int]] = []
         self._opened = 0.0
         self._next_checkpoint = 0.0
+        self._taken_in = False  # rows or steps since the last checkpoint
 
     @property
     def num_live(self) -> int:
@@ -64,6 +65,7 @@ class EngineRecorder:
     def sink(self, rows: Int64Array, blocks: Int64Array) -> None:
         """Receives the scheduler's journal."""
         assert self._recorder is not None, "the scheduler has decided something before the recorder was opened"
+        self._taken_in = True
         self._later(partial(_write_journal, self._recorder, rows, blocks))
 
     def open(self, engine: Engine, out: Path | None, workload: dict[str, Any], prefix_block_size: int | None) -> None:
@@ -98,12 +100,18 @@ class EngineRecorder:
         ended, loop.ended = loop.ended, []
         self._ended += ended
         due = idle or time.perf_counter() >= self._next_checkpoint
-        if self._folder is not None and due and (self._ended or self._engine.scheduler.state.journal.rows):
+        if self._folder is not None and due and self._is_behind():
             self.checkpoint()
         elif len(self._ended) > ROWS_AT_ONCE or self._engine.steps.large:
             self._write_requests()
             self._engine.steps.take()
         return len(ended)
+
+    def _is_behind(self) -> bool:
+        """Something has happened since the last checkpoint, whoever has taken it out of the engine."""
+        assert self._engine is not None
+        state, steps = self._engine.scheduler.state, self._engine.steps
+        return bool(self._taken_in or self._ended or state.journal.rows or steps.num_ran)
 
     def checkpoint(self) -> None:
         """Write everything so far down, so that it can be read if this process goes no further. At step boundaries."""
@@ -113,6 +121,7 @@ class EngineRecorder:
         self._engine.steps.take()
         results = self._results(wait=False)  # the digest flushes the journal
         self._later(partial(_checkpoint, self._recorder, self._file, results))
+        self._taken_in = False
         self._next_checkpoint = time.perf_counter() + CHECKPOINT_EVERY_S
 
     def finish(self, stopped_by: str | None = None) -> None:
@@ -184,6 +193,7 @@ class EngineRecorder:
 
     def _write_steps(self, columns: dict[str, Any]) -> None:
         assert self._recorder is not None
+        self._taken_in = True
         self._later(partial(self._recorder.write, "steps", columns))
 
 

@@ -44,13 +44,16 @@ class TokenGaps:
         self._numbers, self._end_ns = numbers, end_ns
 
     def _mixed(self, numbers: list[int], end_ns: int) -> None:
+        former, now = set(self._numbers), set(numbers)
         last = self._last_ns
-        last.update((number, self._end_ns) for number in self._numbers if number not in self._gone)
+        last.update(dict.fromkeys(former - now - self._gone, self._end_ns))
         self._gone.clear()
-        before = Counter(last.pop(number, -1) for number in numbers)
-        del before[-1]  # first tokens
-        for moment_ns, times in before.items():
-            self.histogram.add((end_ns - moment_ns) * NS, times)
+        joined = now - former
+        self.histogram.add((end_ns - self._end_ns) * NS, len(now) - len(joined))
+        for number in joined:
+            moment_ns = last.pop(number, None)
+            if moment_ns is not None:  # otherwise its first token
+                self.histogram.add((end_ns - moment_ns) * NS)
 
     def forget(self, number: int) -> None:
         """The request has ended."""
