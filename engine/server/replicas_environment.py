@@ -6,6 +6,7 @@ each start, and what the replicas do is not logged to the terminal twice. Who ha
 
 import os
 import secrets
+import sys
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -16,5 +17,6 @@ SETTINGS = {
     "RAY_enable_metrics_collection": "0",
     "RAY_DEDUP_LOGS": "0",
 }
+TOO_LATE = "ray" in sys.modules
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)

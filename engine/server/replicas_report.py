@@ -36,7 +36,10 @@ def _described(kind: bytes, data: bytes) -> Headers:
 
 
 async def health(roster: Roster, door: Door) -> Report:
-    """200 while some replica takes requests, "ok" only when all do; otherwise 503."""
+    """200 while some replica takes requests, "ok" only when all do; otherwise 503.
+
+    A replica's own words come with its process and the outputs that were sent there and are open.
+    """
     replies = {reply.member.name: reply for reply in await roster.ask_all(Forwarded("GET", "/health"))}
     rows: dict[str, dict[str, Any]] = {}
     loads = roster.rule.loads
@@ -44,12 +47,12 @@ async def health(roster: Roster, door: Door) -> Report:
         reply = replies.get(name)
         if reply is None:
             rows[name] = {"status": "gone"}
-        elif reply.done and reply.member.id in loads:
-            rows[name] = {**_said(reply), "under_way": loads[reply.member.id]}
-        elif reply.done:
-            rows[name] = {**_said(reply), "status": "unhealthy", "reason": reply.member.trouble or "not caught up yet"}
-        else:
-            rows[name] = {**_said(reply), "status": "unhealthy"}
+            continue
+        row = rows[name] = {**_said(reply), "pid": reply.member.pid, "sent": loads.get(reply.member.id, 0)}
+        if not reply.done:
+            row["status"] = "unhealthy"
+        elif reply.member.id not in loads:
+            row |= {"status": "unhealthy", "reason": reply.member.trouble or "not caught up yet"}
     num_well = sum(row["status"] == "ok" for row in rows.values())
     all_well = num_well == len(rows)
     status = "draining" if door.shut else "ok" if all_well else "degraded" if num_well else "unhealthy"
