@@ -18,8 +18,6 @@ from zlab.progress import Bar
 from zlab.replay import check_new
 from zlab.source import PREFIX
 
-INTERVALS = ("95 %, latencies only: bootstrap over the requests", "95 %: Student's t over the workloads")
-
 
 @with_groups
 def compare(

@@ -34,8 +34,6 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", dir_okay=False, help="Where the rows go: .csv, .json or .parquet. A table is shown anyway."),
 ]
-
-
 HEAD = ("tokens/s", "TTFT p50 s", "p99", "TPOT p50 ms", "E2E p50 s", "running", "blocks", "preempted")
 
 
@@ -139,9 +137,7 @@ def report(rows: Sequence[Row], grid: Mapping[str, Sequence[Value]], out: Path |
         typer.echo(json.dumps({"points": [row.as_dict() for row in rows]}))
         return
     to = console()
-    table = plain_table(
-        *grid, "tokens/s", "TTFT p50 s", "p99", "TPOT p50 ms", "E2E p50 s", "running", "blocks", "preempted"
-    )
+    table = plain_table(*grid, *HEAD)
     for column in table.columns[: len(grid)]:
         column.no_wrap = True
     for row in rows:
