@@ -120,7 +120,9 @@ class EngineRecorder:
         self._write_requests()
         self._engine.steps.take()
         results = self._results(wait=False)  # the digest flushes the journal
-        self._later(partial(_checkpoint, self._recorder, self._file, results))
+        live = list(self._engine.scheduler.live())
+        alive = self._request_columns([(request, -1) for request in live])
+        self._later(partial(_checkpoint, self._recorder, self._file, alive, results))
         self._taken_in = False
         self._next_checkpoint = time.perf_counter() + CHECKPOINT_EVERY_S
 
@@ -186,10 +188,13 @@ class EngineRecorder:
 
     def _write_ended(self, recorder: Recorder, ended: Sequence[tuple[Request, int]]) -> None:
         """Ended requests change no more; those alive are written at the very end, when nothing runs."""
-        requests, steps = zip(*ended, strict=True)
-        columns = request_columns(requests, steps)
+        recorder.write("requests", self._request_columns(ended))
+
+    def _request_columns(self, requests: Sequence[tuple[Request, int]]) -> dict[str, Any]:
+        """With the step in which each ended, -1 for those alive."""
+        columns = request_columns([request for request, _ in requests], [step for _, step in requests])
         columns["session"] = [name and self._hidden.name(name) for name in columns["session"]]
-        recorder.write("requests", columns)
+        return columns
 
     def _write_steps(self, columns: dict[str, Any]) -> None:
         assert self._recorder is not None
@@ -202,10 +207,10 @@ def _write_journal(recorder: Recorder, rows: Int64Array, blocks: Int64Array) -> 
     recorder.write("blocks", block_columns(rows, blocks))
 
 
-def _checkpoint(recorder: Recorder, file: AskedFile | None, results: dict[str, Any]) -> None:
+def _checkpoint(recorder: Recorder, file: AskedFile | None, alive: dict[str, Any], results: dict[str, Any]) -> None:
     if file is not None:
         file.flush()
-    recorder.checkpoint(**results)
+    recorder.checkpoint(alive, **results)
 
 
 def _manifest(engine: Engine) -> dict[str, Any]:
