@@ -37,10 +37,11 @@ def admin_routes(watch: Watch | None) -> Callable[[House], APIRouter]:
             why = f"{asked.who}: {asked.why}" if asked.why else asked.who
             order = Order(asked.lane, policy, why, asked.evidence)
             future = house.worker.call(partial(_change, order=order))
-            done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=TAKES_S)
+            changed = asyncio.wrap_future(future)
+            done, _ = await asyncio.wait([changed], timeout=TAKES_S)
             if not done and future.cancel():
                 raise unavailable(f"the engine was busy for {TAKES_S:.0f} s; nothing was changed", "engine_busy", 5)
-            return Json(await asyncio.wrap_future(future))
+            return Json(await changed)
 
         @router.get("/policy/watch", response_class=Response, responses=ANSWERS)
         async def watched() -> Response:

@@ -93,7 +93,7 @@ def test_what_is_refused_changes_nothing() -> None:
             (order(HYBRID, wy="typing"), 400, "wy"),
             (order(HYBRID) | {"policy": "= no toml"}, 400, "TOML"),
             (order("hybrid:tokens=2048"), 409, "cannot work in the live lane"),
-            (order("hybrid:tokens=24,window=8"), 409, "8 queries a slot, 4 are reserved"),
+            (order("nano-vllm"), 409, "60 requests with blocks at once, 16 are reserved"),
         ]
         for body, status, says in wrong:
             answer = server.post("/v1/policy", body, headers=ADMIN)
