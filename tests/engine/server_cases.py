@@ -67,7 +67,8 @@ class Gate(Observer):
         self._permits = 0
         self._at = "moving"  # "step": stands before one that is not permitted; "idle"; "moving"
         self.fault: Exception | None = None  # the next step raises it
-        self.num_arrived = 0
+        self.num_arrived = self.num_idle = 0
+        self.about_to_step = ""
         self.num_ended: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
         self.lanes: dict[str, Lane] = {}
@@ -79,6 +80,7 @@ class Gate(Observer):
 
         def gated() -> bool:
             with self._changed:
+                self.about_to_step = lane.name
                 self._now_at("step")
                 self._changed.wait_for(lambda: self._open or self._permits)
                 self._permits -= not self._open
@@ -97,6 +99,7 @@ class Gate(Observer):
     def idle(self) -> None:
         """The thread is about to sleep."""
         with self._changed:
+            self.num_idle += 1
             self._now_at("idle")
 
     def arrived(self, lane: Lane, entry: Entry) -> None:
@@ -130,6 +133,11 @@ class Gate(Observer):
                 self._at = "moving"
                 self._changed.notify_all()
                 self._wait("step", "idle")
+
+    def until_idle(self) -> None:
+        """Wait until the thread sleeps."""
+        with self._changed:
+            self._wait("idle")
 
     def _wait(self, *places: str) -> None:
         assert self._changed.wait_for(lambda: self._at in places, WAIT_S), f"the engine's thread is {self._at}"
