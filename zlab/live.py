@@ -141,9 +141,7 @@ def open_server(url: str, key_file: Path | None) -> LiveServer:
     """The server at the address, with the key of the file, or of the environment. Raises MisuseError without one."""
     key = key_file.read_text("utf-8").strip() if key_file is not None else os.environ.get(KEY_NAME, "").strip()
     if not key:
-        where = (
-            f"{key_file} is empty" if key_file is not None else f"${KEY_NAME} is not set and --admin-key-file not given"
-        )
+        where = f"{key_file} is empty" if key_file is not None else f"set ${KEY_NAME} or give --admin-key-file FILE"
         raise MisuseError(f"--live {url} needs the server's admin key: {where}")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise MisuseError("the admin key must be one word of printable ASCII letters")
