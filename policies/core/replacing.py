@@ -96,7 +96,7 @@ def _judge_window(state: State, request: Request) -> None:
     if request.slot >= 0 or request.compressions:
         if observed:
             request.missed_window = -1
-        elif held >= state.slots.limit(request.slot) and request.missed_window != held:
+        elif request.slot >= 0 and held >= state.slots.limit(request.slot) and request.missed_window != held:
             request.missed_window = held
             if state.slots.can_grow(request.slot, held + 1):
                 state.slots.hold(request.slot, held + 1)
