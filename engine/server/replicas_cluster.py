@@ -31,6 +31,7 @@ MEMBERS_TIMEOUT_S = 8.0
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 60.0
 LAST_WORDS_S = 5.0
+LONGEST_FOLDER = 20
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -106,7 +107,7 @@ def cluster(open_replica: OpenReplica, settings: ClusterSettings) -> Iterator[Ra
     Raises EngineError when they cannot be started: what a replica raised, or too few GPUs.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    folder = tempfile.mkdtemp(prefix="zlab-ray-")
+    folder = tempfile.mkdtemp(prefix="zlab-ray-", dir=_short_folder())
     try:
         _start_ray(settings, folder)
         handle = _deploy(open_replica, settings)
@@ -118,6 +119,11 @@ def cluster(open_replica: OpenReplica, settings: ClusterSettings) -> Iterator[Ra
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_folder() -> str | None:
+    """Where Ray's sockets can lie: of the 107 characters that a socket's path may have, Ray takes 67."""
+    return None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
 
 
 def _start_ray(settings: ClusterSettings, folder: str) -> None:
