@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from policies.evidence import Target
+from policies.gates import Gates, gates_from_toml
 from zlab.engine_options import (
     DEFAULT_MODEL,
     Device,
@@ -134,11 +135,37 @@ class PolicyOptions:
         return target_of(self.target_model or model.removeprefix(DUMMY), self.gpu)
 
 
+@dataclass(frozen=True)
+class WatchOptions:
+    """What a policy is held to while it serves."""
+
+    gates: Annotated[
+        Path | None,
+        typer.Option("--gates", dir_okay=False, help="Put the policy before back when one of these breaks."),
+    ] = None
+    window_s: Annotated[
+        float, typer.Option("--watch-window", help="Seconds that --gates look back, within the policy's time.")
+    ] = 60.0
+    min_requests: Annotated[
+        int, typer.Option("--watch-min-requests", min=1, help="Fewer say nothing about times and rates.")
+    ] = 20
+
+    def read(self) -> Gates | None:
+        """The gates. Raises GateError, and MisuseError for a file that is not there."""
+        if self.gates is None:
+            return None
+        try:
+            return gates_from_toml(self.gates.read_text("utf-8"), str(self.gates))
+        except (OSError, UnicodeDecodeError) as error:
+            raise MisuseError(f"no gates can be read from {str(self.gates)!r}: {type(error).__name__}") from error
+
+
 @with_groups
 def serve(
     model: EngineModel = DEFAULT_MODEL,
     *,
     by: PolicyOptions,
+    watch: WatchOptions,
     door: DoorOptions,
     replicas: Annotated[
         int, typer.Option("--replicas", min=1, help="Engines behind one door, over Ray Serve: on CUDA a GPU each.")
@@ -167,17 +194,25 @@ def serve(
     )
     del engine["policy"]
     with engine_room():
-        exit_code = _serve(engine, by, door, by.target(model), replicas)
+        exit_code = _serve(engine, by, watch, door, by.target(model), replicas)
     raise typer.Exit(exit_code)
 
 
-def _serve(engine: dict[str, Any], by: PolicyOptions, door: DoorOptions, target: Target | None, replicas: int) -> int:
+def _serve(
+    engine: dict[str, Any],
+    by: PolicyOptions,
+    watch: WatchOptions,
+    door: DoorOptions,
+    target: Target | None,
+    replicas: int,
+) -> int:
     from engine.build import EngineSettings
     from engine.server.keys import Keys, read_keys
     from engine.server.live_trace import RecordSettings
     from engine.server.process import Process
     from engine.server.server import ServerPlan, open_server
     from engine.server.settings import ServerSettings
+    from engine.server.watch import WatchSettings
 
     keys = Keys.of(read_keys(API_KEY, door.api_key_file), read_keys(ADMIN_KEY, door.admin_key_file))
     if not keys.api and not door.open_to_all and not door.is_loopback:
@@ -196,6 +231,8 @@ def _serve(engine: dict[str, Any], by: PolicyOptions, door: DoorOptions, target:
         target,
         by.record,
         RecordSettings(with_text=by.record_text),
+        watch.read(),
+        WatchSettings(watch.window_s, watch.min_requests),
     )
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_S)

@@ -17,10 +17,15 @@ from engine.server.lanes import CANARY, Lane
 from engine.server.live_trace import LiveRecording, RecordSettings
 from engine.server.observing import Observer
 from engine.server.opening import open_house
+from engine.server.routes_admin import admin_routes
 from engine.server.settings import ServerSettings
+from engine.server.watch import Watch, WatchSettings
 from policies.core.policy import Policy
+from policies.gates import Gates
 from policies.registry import Registry, Stage, Standing, Target
 from policies.spec import PolicyError, load_policy, policy_digest
+
+Before = tuple[Policy, str | None]  # a policy and the id of its evidence
 
 LOG = logging.getLogger("zlab.server")
 SIGNED_AS = "serve"
@@ -37,6 +42,7 @@ class ServerPlan:
         policy: what to serve by; None: what the registry has live, or `DEFAULT_POLICY`.
         registry, target: where policies are kept, and for which model and card this server stands; both or neither.
         record: a folder for live recordings; `record_settings` says what goes there.
+        gates: what every lane is held to while it runs; a broken one puts the policy before back.
     """
 
     engine: EngineSettings
@@ -49,6 +55,8 @@ class ServerPlan:
     target: Target | None = None
     record: Path | None = None
     record_settings: RecordSettings = field(default_factory=RecordSettings)
+    gates: Gates | None = None
+    watch_settings: WatchSettings = field(default_factory=WatchSettings)
 
 
 def open_server(plan: ServerPlan, name: str = "") -> tuple[House, ASGIApp]:
@@ -56,7 +64,7 @@ def open_server(plan: ServerPlan, name: str = "") -> tuple[House, ASGIApp]:
 
     Raises EngineError, PolicyError, ConfigError, RegistryError or RecordingError with what does not fit together.
     """
-    engine, standings = _by_registry(plan)
+    engine, standings, before = _by_registry(plan)
     observers: list[Observer] = []
     routes: list[Routes] = []
     at_close: list[Callable[[], None]] = []
@@ -65,18 +73,29 @@ def open_server(plan: ServerPlan, name: str = "") -> tuple[House, ASGIApp]:
         recording = LiveRecording(folder, engine.block_size, plan.record_settings)
         observers.append(recording)
         at_close.append(recording.close)
+    watch = None
+    if plan.gates is not None:
+        registry = Registry(plan.registry) if plan.registry is not None else None
+        watch = Watch(plan.gates, plan.watch_settings, registry, plan.target)
+        observers.append(watch)
+    routes.append(admin_routes(watch))
     house = open_house(engine, plan.settings, plan.keys, plan.served_model, plan.canary_share, observers)
     house = replace(house, at_close=tuple(at_close))
-    house.worker.call(lambda lanes: _take_stands(lanes, standings)).result()
+    if watch is not None:
+        watch.bind(house.worker)
+    house.worker.call(lambda lanes: _take_stands(lanes, standings, before)).result()
     return house, create_app(house, routes)
 
 
-def _by_registry(plan: ServerPlan) -> tuple[EngineSettings, list[Standing]]:
-    """The engine's settings with its first policy and room for those that may take over; what the registry says."""
+def _by_registry(plan: ServerPlan) -> tuple[EngineSettings, list[Standing], Before | None]:
+    """The engine's settings with its first policy and room for those that may take over; what the registry says.
+
+    The last is what was live before, with its evidence: a rollback goes there.
+    """
     if plan.registry is None or plan.target is None:
         if plan.registry is not None or plan.target is not None:
             raise EngineError("a registry needs a target, and a target a registry")
-        return replace(plan.engine, policy=plan.policy or DEFAULT_POLICY), []
+        return replace(plan.engine, policy=plan.policy or DEFAULT_POLICY), [], None
     registry = Registry(plan.registry)
     registry.settle(plan.target, None, SIGNED_AS)
     live = registry.live(plan.target)
@@ -92,10 +111,24 @@ def _by_registry(plan: ServerPlan) -> tuple[EngineSettings, list[Standing]]:
                 f"policy {plan.policy!r} is not the one that is live for {where}: {live.policy.name!r} "
                 f"({live.policy.digest[:16]}); leave the policy out, or promote it"
             )
+    before = None if live is None else _before(registry, live)
     others = _may_take_over(registry, plan.target, except_for=policy_digest(policy))
-    return replace(plan.engine, policy=policy, may_become=(*plan.engine.may_become, *others)), [
-        standing for standing in (live, registry.canary(plan.target)) if standing is not None
-    ]
+    others += [before[0]] if before is not None else []
+    engine = replace(plan.engine, policy=policy, may_become=(*plan.engine.may_become, *others))
+    standings = [standing for standing in (live, registry.canary(plan.target)) if standing is not None]
+    return engine, standings, before
+
+
+def _before(registry: Registry, live: Standing) -> Before | None:
+    """What a rollback of the live policy brings back; None if nothing was live before it."""
+    below = next((one for one in registry.history(live.target) if one.number == live.change.below), None)
+    if below is None:
+        return None
+    try:
+        return registry.policy(below.digest).load(), below.evidence
+    except PolicyError as error:
+        LOG.warning("policy %r, which was live before, cannot come back: %s", below.name, error)
+        return None
 
 
 def _may_take_over(registry: Registry, target: Target, except_for: str) -> list[Policy]:
@@ -110,8 +143,9 @@ def _may_take_over(registry: Registry, target: Target, except_for: str) -> list[
     return found
 
 
-def _take_stands(lanes: Sequence[Lane], standings: Sequence[Standing]) -> None:
+def _take_stands(lanes: Sequence[Lane], standings: Sequence[Standing], before: Before | None) -> None:
     """Say on what evidence the lanes run; a canary goes on in its lane where there is one."""
+    lanes[0].before = before
     for standing in standings:
         evidence = standing.evidence.id if standing.evidence is not None else None
         why = f"{standing.stage} in the registry since {standing.since}"
