@@ -40,8 +40,8 @@ def show_evidence(evidence: Evidence, out: Path | None, registry: Path | None) -
         metric = verdict.gate.metric
         table.add_row(
             escape(verdict.gate.written),
-            escape(show_value(metric, verdict.measured)),
-            escape(show_value(metric, verdict.limit)),
+            escape(_factor(verdict, one.case) or show_value(metric, verdict.measured)),
+            f"{verdict.gate.bound:g}x" if verdict.gate.is_relative else escape(show_value(metric, verdict.limit)),
             SHOWN[verdict.state],
             str(evidence.cases.index(one.case) + 1),
         )
