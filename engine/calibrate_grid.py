@@ -23,7 +23,7 @@ class Grid:
     """Every size that is measured. A cell that does not fit the pool or the limits is left out, and said so.
 
     Attributes:
-        batches, contexts: decodes, and blocks of mean context each; contexts lie between half and one and a half of it.
+        batches, contexts: decodes, and blocks of mean context each; they are uneven, as lengths of outputs are.
         prefills: steps of prefill chunks alone.
         mixed_batches, mixed_context, mixed: the same beside decodes.
         beside, beside_batches: decodes beside compressions, and sequences compressed at once.

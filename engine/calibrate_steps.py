@@ -1,6 +1,8 @@
 """Step times: decodes by batch and context, prefill by chunk and prefix, both in one step, compressions beside them."""
 
 from collections.abc import Sequence
+from math import exp
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,8 @@ from engine.calibrate_grid import Chunks
 from engine.calibrate_stage import GREEDY, Stage, Steps, spread
 from engine.sampling_params import SamplingParams
 
+SIGMA = 0.6  # of the lognormal lengths of a batch
+EVEN = 0.2
 WARM = 4  # steps before the first that counts: the batch has settled and its graph is bound
 Cell = dict[str, Any]
 
@@ -17,12 +21,17 @@ class CellError(RuntimeError):
     """A cell that cannot be measured here, with the reason."""
 
 
-def contexts(mean_blocks: int, batch: int, block_size: int) -> list[int]:
-    """Tokens of each of a batch, from half to one and a half of the mean, whole blocks."""
+def contexts(mean_blocks: int, batch: int, block_size: int, sigma: float = SIGMA) -> list[int]:
+    """Tokens of each of a batch, whole blocks: the quantiles of a lognormal distribution of that mean, longest first.
+
+    Outputs of reasoning models are spread like that, and a batch of equal contexts would be read faster than theirs.
+    """
     if batch == 1:
         return [mean_blocks * block_size]
-    share = [0.5 + place / (batch - 1) for place in range(batch)]
-    return [max(round(mean_blocks * part), 1) * block_size for part in share]
+    normal = NormalDist()
+    shares = [exp(sigma * normal.inv_cdf((place + 0.5) / batch)) for place in reversed(range(batch))]
+    scale = batch / sum(shares)
+    return [max(round(mean_blocks * scale * share), 1) * block_size for share in shares]
 
 
 def check_room(stage: Stage, lengths: Sequence[int], output_tokens: int) -> None:
@@ -124,7 +133,7 @@ def beside_cell(
     all decode; `after` is a step of all of them, later.
     """
     full = (budget_blocks + 1) * stage.block_size
-    lengths = contexts(mean_blocks, batch, stage.block_size)
+    lengths = contexts(mean_blocks, batch, stage.block_size, EVEN)
     both: list[float] = []
     after: list[float] = []
     with_batch = with_all = 0

@@ -9,7 +9,15 @@ from zlab.tables import MISSING, count, figure, milliseconds, plain_table, share
 
 LABELS = {"makespan_s": "makespan, s", "tokens_per_s": "output tokens/s"}
 WORDS = {"ttft_s": "TTFT, s,", "tpot_s": "TPOT, ms,", "e2e_s": "E2E, s,"}
-ROW_FIGURES = ("tokens_per_s", "makespan_s", "ttft_s p50", "ttft_s p99", "tpot_s p50", "e2e_s p50", "e2e_s p99")
+ROW_FIGURES = {  # how the error of a figure is headed where every run has a line
+    "tokens_per_s": "tok/s",
+    "makespan_s": "makespan",
+    "ttft_s p50": "TTFT p50",
+    "ttft_s p99": "p99",
+    "tpot_s p50": "TPOT p50",
+    "e2e_s p50": "E2E p50",
+    "e2e_s p99": "p99",
+}
 
 
 def _signed(value: float | None) -> str:
@@ -96,8 +104,8 @@ def _show_steps(found: Trust, guess: Trust | None, to: Console) -> None:
 
 
 def show_many(judged: list[Judged], ranking: dict[str, float | None] | None, to: Console) -> None:
-    """A line a recording, and how alike the two rankings are."""
-    table = plain_table("run", "decisions", "measured tok/s", "simulated", *(f"{name} err" for name in ROW_FIGURES))
+    """A line a recording: tokens/s and errors; and how alike the two rankings are."""
+    table = plain_table("run", "decisions", "measured", "simulated", *ROW_FIGURES.values())
     for each in judged:
         found = each.chief
         rate = found.figures["tokens_per_s"]
