@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from sim.errors import SimError
 from sim.step_times import FloatArray, run_seconds, step_seconds
 from traces.asked import read_asked
 from traces.recording import Recording, RecordingError
-from traces.workload import TraceRequest
+from traces.workload import TraceRequest, Workload, WorkloadMeta
 
 IntArray = npt.NDArray[np.int64]
 PRICED = ("decodes", "context_tokens", "prefills", "prefill_tokens", "prefill_pairs")
@@ -85,6 +85,25 @@ class RecordedRun:
             )
 
     # what came from outside
+
+    def load(self, unfinished_end: bool = True) -> Workload:
+        """What was asked, at the times at which it came, with the lengths that came out, by request number.
+
+        A request that was called off or failed ends with as many tokens as it had got. One that was still alive does,
+        too, or goes on as it was asked to. One that was refused is asked as it was.
+        """
+        cut_short = {"aborted", "failed", *(["unfinished"] if unfinished_end else [])}
+        ended = {row["number"]: row for row in self.requests.select(["number", "status", "output_tokens"]).to_pylist()}
+        found = []
+        for number, asked in enumerate(self.asked[: self.requests.num_rows]):
+            length, status = asked.output_tokens, ended[number]["status"]
+            if status in cut_short or (length is None and status == "finished"):
+                length = max(ended[number]["output_tokens"], 1)  # nothing else says when it ended
+            arrival_s = float(self.arrival_s[number])
+            found.append(replace(asked, id=str(number), output_tokens=length, arrival_s=arrival_s))
+        size = self.manifest.get("prefix_block_size")
+        kind, last = (None, None) if size is None else ("chained", "full")
+        return Workload(found, WorkloadMeta(str(self.folder), block_size=size, block_id_kind=kind, last_block=last))
 
     @cached_property
     def arrival_s(self) -> FloatArray:

@@ -6,7 +6,7 @@ same requests, arrivals, limits and policy, its own clock).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from sim.simulator import Simulation
 from sim.step_times import FloatArray
 from traces.metrics import PERCENTILES, distribution
 from traces.recording import Difference, MemoryRecorder, first_difference
-from traces.workload import Workload, WorkloadMeta
 
 THROUGHPUT_GOAL, LATENCY_GOAL, TAIL_GOAL = 0.03, 0.05, 0.10
 MARKS = ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
@@ -160,18 +159,9 @@ def _makespan(run: RecordedRun, ends: FloatArray) -> float:
 
 def _replayed(run: RecordedRun, cost: CostModel) -> _Free:
     """The same requests at the same times with the lengths that came out, decided and timed by the simulator alone."""
-    ended = {row["number"]: row for row in run.requests.select(["number", "status", "output_tokens"]).to_pylist()}
-    load = []
-    for number, asked in enumerate(run.asked[: run.requests.num_rows]):
-        length = asked.output_tokens
-        if ended[number]["status"] in ("aborted", "failed") or (
-            length is None and ended[number]["status"] == "finished"
-        ):
-            length = max(ended[number]["output_tokens"], 1)  # nothing else says when it ended
-        load.append(replace(asked, id=str(number), output_tokens=length, arrival_s=float(run.arrival_s[number])))
-    meta = WorkloadMeta(name=str(run.folder), block_size=run.manifest.get("prefix_block_size"))
     tables = MemoryRecorder(skip=frozenset({"blocks"}))
-    simulation = Simulation(Workload(load, meta), run.policy, run.limits, cost, tables, plan_ahead=run.planned_ahead)
+    load = run.load(unfinished_end=False)
+    simulation = Simulation(load, run.policy, run.limits, cost, tables, plan_ahead=run.planned_ahead)
     with seldom_collecting():
         simulation.run()
     steps, events = tables.table("steps"), tables.table("events")

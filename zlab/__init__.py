@@ -10,6 +10,7 @@ from zlab.calibrate import calibrate
 from zlab.compare import compare
 from zlab.demo import demo
 from zlab.diff import diff
+from zlab.drift import drift
 from zlab.generate import generate
 from zlab.history import history
 from zlab.memory import memory
@@ -51,6 +52,7 @@ app.command()(promote)
 app.command()(rollback)
 app.command()(history)
 app.command()(diff)
+app.command()(drift)
 app.add_typer(trace, name="trace")
 
 

@@ -54,7 +54,7 @@ def judge_run(
             notes.append(f"{error}; the roofline is judged instead")
     if found is not None:
         notes += check_profile(found, run)
-    guess = _roofline(run, gpu or card, model) if with_roofline or found is None else None
+    guess = roofline_of(run, gpu or card, model) if with_roofline or found is None else None
     return Judged(
         folder=folder,
         run=run,
@@ -86,7 +86,8 @@ def check_profile(profile: Profile, run: RecordedRun) -> list[str]:
     ]
 
 
-def _roofline(run: RecordedRun, gpu: str, model: str | None) -> CostModel:
+def roofline_of(run: RecordedRun, gpu: str, model: str | None) -> CostModel:
+    """The roofline of a card for a recording's policy and blocks. Raises MisuseError where there is no such row."""
     try:
         row, shape = find_gpu(gpu), find_model(model or str(run.manifest["model"]))
     except SimError as error:
