@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -39,13 +40,21 @@ class Snapshot:
     lanes: Mapping[str, Samples]
 
 
+class Recording(Protocol):
+    """What is shown of a recording."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing more is written; None while all is well."""
+
+
 class ServerMetrics(Observer):
     """Counts on the engine's thread; answers scrapes on any other."""
 
-    def __init__(self, model_name: str, recording_failed: Callable[[], bool] = lambda: False) -> None:
-        """`recording_failed` says whether the server's recording was given up."""
-        self._model_name = model_name
-        self._recording_failed = recording_failed
+    def __init__(self, model_name: str = "") -> None:
+        """`model_name` is what clients call the model; it may be set until the first scrape."""
+        self.model_name = model_name
+        self.recording: Recording | None = None  # whose failure is shown
         self._lanes: dict[str, Lane] = {}
         self._tallies: dict[str, Tally] = {}
         self._next_count_s = 0.0
@@ -126,7 +135,7 @@ class ServerMetrics(Observer):
 
     def _text(self, age_s: float) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Page(self._model_name, self._latest, self._of_server(age_s)))
+        registry.register(_Page(self.model_name, self._latest, self._of_server(age_s)))
         return generate_latest(registry)
 
     def _of_server(self, age_s: float) -> Samples:
@@ -135,7 +144,7 @@ class ServerMetrics(Observer):
                 ((route, str(status)), float(count)) for (route, status), count in sorted(self._responses.items())
             ],
             "zlab:snapshot_age_seconds": [((), age_s)],
-            "zlab:recording_failed": [((), float(self._recording_failed()))],
+            "zlab:recording_failed": [((), float(self.recording is not None and self.recording.failure is not None))],
         }
 
 

@@ -15,9 +15,11 @@ from engine.server.house import House
 from engine.server.keys import Keys
 from engine.server.lanes import CANARY, Lane
 from engine.server.live_trace import LiveRecording, RecordSettings
+from engine.server.metrics import ServerMetrics
 from engine.server.observing import Observer
 from engine.server.opening import open_house
 from engine.server.routes_admin import admin_routes
+from engine.server.routes_metrics import ResponseCount, metrics_routes
 from engine.server.settings import ServerSettings
 from engine.server.watch import Watch, WatchSettings
 from policies.core.policy import Policy
@@ -65,13 +67,15 @@ def open_server(plan: ServerPlan, name: str = "") -> tuple[House, ASGIApp]:
     Raises EngineError, PolicyError, ConfigError, RegistryError or RecordingError with what does not fit together.
     """
     engine, standings, before = _by_registry(plan)
-    observers: list[Observer] = []
-    routes: list[Routes] = []
+    metrics = ServerMetrics()
+    observers: list[Observer] = [metrics]
+    routes: list[Routes] = [metrics_routes(metrics)]
     at_close: list[Callable[[], None]] = []
     if plan.record is not None:
         folder = plan.record / f"replica-{name}" if name else plan.record
         recording = LiveRecording(folder, engine.block_size, plan.record_settings)
         observers.append(recording)
+        metrics.recording = recording
         at_close.append(recording.close)
     watch = None
     if plan.gates is not None:
@@ -84,7 +88,8 @@ def open_server(plan: ServerPlan, name: str = "") -> tuple[House, ASGIApp]:
     if watch is not None:
         watch.bind(house.worker)
     house.worker.call(lambda lanes: _take_stands(lanes, standings, before)).result()
-    return house, create_app(house, routes)
+    metrics.model_name = house.served_model
+    return house, ResponseCount(create_app(house, routes), metrics)
 
 
 def _by_registry(plan: ServerPlan) -> tuple[EngineSettings, list[Standing], Before | None]:
