@@ -1,21 +1,22 @@
 """From settings to an engine that runs: model, cache, scheduler, runner and loop put together."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from engine.cache import CacheShape, PagedCache, blocks_that_fit
-from engine.compressing import CompressionStream
+from engine.compressing import CompressionStream, settings_for
 from engine.errors import EngineError, nearest
 from engine.kernels.choice import find_kernels
+from engine.kernels.contract import Kernels
 from engine.kernels.workspace import CompressionShape, CompressionWorkspace
 from engine.loading import LoadedModel, default_dtype, load_model
 from engine.loop import EngineLoop
+from engine.reserved import Reserved
 from engine.runner import Runner
 from engine.sampling import StepSampler
-from engine.scorers import CompressionSettings
 from policies.core.events import Sink
 from policies.core.limits import Limits
 from policies.core.policy import Policy
@@ -36,6 +37,8 @@ class EngineSettings:
     Attributes:
         model: as `engine.loading.load_model` names it.
         policy: a policy, or how a command line names one.
+        may_become: policies that may take over while the engine runs (`EngineLoop.replace_policy`): memory that they
+            need is set aside at the start.
         num_blocks: blocks of the cache; by default all that `memory_share` of the device's memory holds, on the CPU
             what `HOST_CACHE_BYTES` hold.
         device, dtype, variant: where and how the model runs.
@@ -47,6 +50,7 @@ class EngineSettings:
 
     model: str = "smollm2"
     policy: Policy | str = "hybrid"
+    may_become: tuple[Policy | str, ...] = ()
     num_blocks: int | None = None
     block_size: int = 256
     max_batched_tokens: int = 8192
@@ -69,7 +73,6 @@ class Engine:
 
     settings: EngineSettings
     loaded: LoadedModel
-    policy: Policy
     limits: Limits
     cache: PagedCache
     scheduler: Scheduler
@@ -79,6 +82,11 @@ class Engine:
     uses_graphs: bool
     loop: EngineLoop
     steps: StepLog
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides now."""
+        return self.scheduler.state.policy
 
 
 def build_engine(
@@ -95,21 +103,16 @@ def build_engine(
 
     Raises EngineError, ModelError, PolicyError or ConfigError with what does not fit together.
     """
-    policy = load_policy(settings.policy) if isinstance(settings.policy, str) else settings.policy
+    policies = _policies(settings)
     device = find_device(settings.device)
     dtype = find_dtype(settings.dtype) or default_dtype(device)
     loaded = loaded or load_model(settings.model, device=device, dtype=dtype, variant=settings.variant)
-    limits = _limits(settings, loaded, policy, dtype, device)
-    scheduler = Scheduler(policy, limits, sink, prefix_block_size=prefix_block_size)
-    slots = scheduler.state.slots.num_slots
-    shape = _shape(loaded, policy, limits, slots)
-    cache = PagedCache(shape, dtype, device)
+    limits = _limits(settings, loaded, policies, dtype, device)
+    scheduler = Scheduler(policies[0], limits, sink, prefix_block_size=prefix_block_size)
+    reserved = Reserved.of(policies, limits)
+    cache = PagedCache(_shape(loaded, policies, limits, reserved.num_slots), dtype, device)
     kernels = find_kernels(device, settings.kernels)
-    compression = None
-    if scheduler.state.floor is not None:
-        chosen = _compression_settings(policy, settings.seed)
-        workspace = _workspace(shape, limits, scheduler.state.floor, device)
-        compression = CompressionStream(cache, kernels, chosen, workspace, scheduler.state.floor)
+    compression = _compression(cache, kernels, policies, limits, settings.seed)
     decoding = scheduler.state.decoding
     sampler = make_sampler(
         loaded.config.vocab_size,
@@ -121,33 +124,46 @@ def build_engine(
     graphs = device.type == "cuda" if settings.use_graphs is None else settings.use_graphs
     if graphs and device.type != "cuda":
         raise EngineError(f"CUDA graphs need a CUDA device, not {settings.device!r}")
-    runner = Runner(loaded.model, cache, kernels, compression, sampler, scheduler, graphs)
+    runner = Runner(loaded.model, cache, kernels, compression, sampler, scheduler, reserved, graphs)
     steps = StepLog(scheduler)
     loop = EngineLoop(scheduler, runner, sampler, steps, overlap=settings.overlap, clock=clock)
-    return Engine(settings, loaded, policy, limits, cache, scheduler, sampler, compression, runner, graphs, loop, steps)
+    return Engine(settings, loaded, limits, cache, scheduler, sampler, compression, runner, graphs, loop, steps)
 
 
 def pool_blocks(settings: EngineSettings, loaded: LoadedModel, num_engines: int = 1) -> int:
     """Blocks there are for `num_engines` engines on one loaded model together; each needs its own working memory."""
-    policy = load_policy(settings.policy) if isinstance(settings.policy, str) else settings.policy
     device = find_device(settings.device)
     dtype = find_dtype(settings.dtype) or default_dtype(device)
-    return _limits(settings, loaded, policy, dtype, device, num_engines).num_blocks
+    return _limits(settings, loaded, _policies(settings), dtype, device, num_engines).num_blocks
 
 
-def _compression_settings(policy: Policy, seed: int) -> CompressionSettings:
-    answer = policy.compression
-    return CompressionSettings(
-        scorer=answer.scorer,
-        window=answer.window,
-        sink=answer.sink,
-        attention_weight=answer.redundancy_lambda,
-        temperature=answer.temperature,
-        decay=answer.decay,
-        pool_size=answer.pool_size,
-        threshold=answer.threshold,
-        seed=seed,
-    )
+def _policies(settings: EngineSettings) -> list[Policy]:
+    """The policy to begin with, then those that it may become."""
+    named = (settings.policy, *settings.may_become)
+    return [load_policy(policy) if isinstance(policy, str) else policy for policy in named]
+
+
+def _compression(
+    cache: PagedCache, kernels: Kernels, policies: Sequence[Policy], limits: Limits, seed: int
+) -> CompressionStream | None:
+    """What compresses under any of the policies, following the first; None where none of them ever does."""
+    size = limits.block_size
+    floor = _largest_budget(policies, size)
+    if floor is None:
+        return None
+    workspace = _workspace(cache.shape, limits, floor, cache.k.device)
+    stream = CompressionStream(cache, kernels, settings_for(policies[0].compression, size, seed), workspace)
+    for policy in policies:
+        budget = policy.budget.floor(size)
+        if budget is not None:
+            stream.prepare(settings_for(policy.compression, size, seed), budget)
+    return stream
+
+
+def _largest_budget(policies: Sequence[Policy], block_size: int) -> int | None:
+    """The largest of the least budgets, in blocks; None where no policy has one."""
+    floors = (policy.budget.floor(block_size) for policy in policies)
+    return max((floor for floor in floors if floor is not None), default=None)
 
 
 def find_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
@@ -170,7 +186,7 @@ def find_device(name: str) -> torch.device:
 def _limits(
     settings: EngineSettings,
     loaded: LoadedModel,
-    policy: Policy,
+    policies: Sequence[Policy],
     dtype: torch.dtype,
     device: torch.device,
     num_engines: int = 1,
@@ -189,9 +205,9 @@ def _limits(
     )
     if settings.num_blocks is not None:
         return limits
-    floor = policy.budget.floor(limits.block_size)
+    floor = _largest_budget(policies, limits.block_size)
     slots = limits.max_running if floor is not None else 0
-    shape = _shape(loaded, policy, limits, slots)
+    shape = _shape(loaded, policies, limits, slots)
     if device.type != "cuda":
         return replace(limits, num_blocks=blocks_that_fit(replace(shape, num_slots=0), dtype, HOST_CACHE_BYTES, 0))
     free, total = torch.cuda.mem_get_info(device)
@@ -204,8 +220,8 @@ def _limits(
     return replace(limits, num_blocks=blocks_that_fit(shape, dtype, usable, reserved))
 
 
-def _shape(loaded: LoadedModel, policy: Policy, limits: Limits, slots: int) -> CacheShape:
-    window = min(policy.compression.window, limits.block_size)
+def _shape(loaded: LoadedModel, policies: Sequence[Policy], limits: Limits, slots: int) -> CacheShape:
+    window = min(max(policy.compression.window for policy in policies), limits.block_size)
     return CacheShape.of(
         loaded.model.part, num_blocks=limits.num_blocks, block_size=limits.block_size, num_slots=slots, window=window
     )

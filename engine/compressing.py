@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.cache import PagedCache
 from engine.compression_pipeline import compress, warm_up
+from engine.errors import EngineError
 from engine.kernels.batch import CompressionRequest
 from engine.kernels.contract import Kernels
+from engine.kernels.errors import KernelInputError
 from engine.kernels.workspace import CompressionWorkspace
-from engine.scorers import CompressionSettings
+from engine.scorers import CompressionSettings, find_scorer
 from policies.core.plan import CompressionTask
+from policies.core.policy import Compression
 
 MOST_TIMED = 4096  # pairs of events that wait to be read
 
@@ -42,22 +45,49 @@ class CompressionStream:
         kernels: Kernels,
         settings: CompressionSettings,
         workspace: CompressionWorkspace,
-        budget_blocks: int,
     ) -> None:
-        """`budget_blocks`: the fewest blocks a compression leaves; what serving may meet is compiled here on CUDA."""
+        """`workspace` is for the window that the cache has room for; `settings` are those to begin with."""
         self._cache = cache
         self._kernels = kernels
-        self._settings = settings
-        self._workspace = workspace
+        self._whole_workspace = workspace
+        self._histories: set[int] = set()  # requests whose tokens have the score history of their last compression
+        self.follow(settings)
         self._stream = torch.cuda.Stream(priority=0) if cache.k.is_cuda else None
         self._running: list[Started] = []
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._work_s = 0.0
-        if cache.k.is_cuda:
-            queries = cache.window_queries
-            parts = (cache.k, cache.v, cache.history, queries, settings, workspace)
-            warm_up(*parts, num_target_blocks=budget_blocks - 1, kernels=kernels)
         self.inject_failure: str | None = None  # tests: the next compression fails with this message
+
+    @property
+    def settings(self) -> CompressionSettings:
+        """How tokens are chosen now."""
+        return self._settings
+
+    def prepare(self, settings: CompressionSettings, budget_blocks: int) -> None:
+        """Check the settings, and on CUDA compile what serving may meet under them; nothing has been served yet.
+
+        `budget_blocks`: the fewest blocks a compression leaves. Raises EngineError when they cannot hold what is always
+        kept.
+        """
+        check_settings(settings, self._cache.shape.block_size, budget_blocks)
+        if not self._cache.k.is_cuda:
+            return
+        followed = self._settings
+        self.follow(settings)
+        cache, queries = self._cache, self._queries
+        parts = (cache.k, cache.v, cache.history, queries, settings, self._workspace)
+        warm_up(*parts, num_target_blocks=budget_blocks - 1, kernels=self._kernels)
+        self.follow(followed)
+
+    def follow(self, settings: CompressionSettings) -> None:
+        """From now on compressions are by these settings; a slot's last queries are those of the window."""
+        self._settings = settings
+        self._queries = self._cache.window_queries[:, :, self._cache.shape.window - settings.window :]
+        self._workspace = self._whole_workspace.for_window(settings.window)
+
+    def forget(self, number: int) -> None:
+        """The request has ended."""
+        self._histories.discard(number)
 
     def start(self, tasks: Sequence[CompressionTask], inline: bool) -> dict[int, str]:
         """Enqueue compressions; `inline`: on the current stream. Returns what failed: request number -> message.
@@ -69,7 +99,7 @@ class CompressionStream:
                 block_table=tuple(task.sources),
                 target_blocks=tuple(task.targets[:-1]),
                 query_slot=task.request.slot,
-                compressed_before=not task.first,
+                compressed_before=not task.first and (task.request.number in self._histories or not self._remembers),
                 seed=task.request.number,
             )
             for task in tasks
@@ -97,7 +127,15 @@ class CompressionStream:
             over = self._stream.record_event() if self._stream is not None and not inline else None
             self._running.append(Started(numbers, over))
             return dict.fromkeys(numbers, f"compression failed: {error}")
+        self._histories.difference_update(numbers)
+        if self._remembers:
+            self._histories.update(numbers)
         return {}
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the scorer of now looks at a history; what another one has left of it is none."""
+        return find_scorer(self._settings.scorer).keeps_history
 
     def join(self, numbers: Sequence[int]) -> None:
         """Let the current stream wait, on the device, for the compressions of these requests."""
@@ -159,12 +197,47 @@ class CompressionStream:
                 cache.k,
                 cache.v,
                 cache.history,
-                cache.window_queries,
+                self._queries,
                 batch,
-                self._settings,
+                fitting(self._settings, batch, cache.shape.block_size),
                 self._workspace,
                 kernels=self._kernels,
             )
+
+
+def fitting(settings: CompressionSettings, batch: Sequence[CompressionRequest], block_size: int) -> CompressionSettings:
+    """The settings with as much of the sink as the smallest of the batch can keep beside its window.
+
+    Less than the policy's budget is kept of a request whose slot had less set aside when the policy came.
+    """
+    room = min(len(request.target_blocks) for request in batch) * block_size - settings.window
+    return settings if settings.sink <= room else replace(settings, sink=max(room, 0))
+
+
+def check_settings(settings: CompressionSettings, block_size: int, budget_blocks: int) -> None:
+    """Raise EngineError unless a budget of so many blocks, the empty one included, holds what is always kept."""
+    try:
+        settings.check_fits(block_size, budget_blocks - 1)
+    except KernelInputError as error:
+        raise EngineError(str(error)) from error
+
+
+def settings_for(answer: Compression, longest_window: int, seed: int) -> CompressionSettings:
+    """What a policy answers, as the scorers read it. Raises EngineError for an answer that none of them knows."""
+    try:
+        return CompressionSettings(
+            scorer=answer.scorer,
+            window=min(answer.window, longest_window),
+            sink=answer.sink,
+            attention_weight=answer.redundancy_lambda,
+            temperature=answer.temperature,
+            decay=answer.decay,
+            pool_size=answer.pool_size,
+            threshold=answer.threshold,
+            seed=seed,
+        )
+    except KernelInputError as error:
+        raise EngineError(str(error)) from error
 
 
 def independent(requests: Sequence[CompressionRequest]) -> list[list[CompressionRequest]]:

@@ -9,12 +9,16 @@ from engine.runner import Runner, StepResult
 from engine.sampling import StepSampler, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.stopping import Output, Piece
+from policies.changes import PolicyChange
 from policies.core.plan import NOTHING, Outcome, StepPlan
-from policies.core.policy import Join
+from policies.core.policy import Join, Policy
 from policies.core.request import Request
 from policies.core.scheduler import Scheduler
+from policies.spec import policy_mark
 from policies.steplog import StepLog
 from traces.workload import TraceRequest
+
+OnTokens = Callable[[list[int], int], None]  # (numbers of the requests that got one, ns of the loop's clock)
 
 
 @dataclass
@@ -63,6 +67,8 @@ class EngineLoop:
         self.scheduler = scheduler
         self.sequences: dict[int, Sequence] = {}  # those that are not closed
         self.ended: list[tuple[Request, int]] = []  # with the step in which each ended; a driver empties it
+        self.policy_changes: list[PolicyChange] = []
+        self.on_tokens: OnTokens | None = None  # told of every step's tokens when they have come to the host
         self._runner = runner
         runner.token_ids = self.token_ids
         sampler.output_ids = self._output_ids
@@ -117,6 +123,22 @@ class EngineLoop:
         self.scheduler.abort(id, self._tell(self.now_ns()))
         self._collect(None)
 
+    def replace_policy(self, policy: Policy) -> PolicyChange:
+        """Let another policy decide from the next step on; steps under way are waited for first.
+
+        Raises EngineError where it needs more memory than `EngineSettings.may_become` set aside, ConfigError where it
+        cannot work within the limits; the policy of before then goes on.
+        """
+        self.drain()
+        self._runner.check_policy(policy)
+        now_ns = self._tell(self.now_ns())
+        self.scheduler.replace_policy(policy, now_ns, policy_mark(policy))
+        self._runner.follow_policy()
+        self._collect(None)
+        change = PolicyChange(self.scheduler.next_step, now_ns, policy)
+        self.policy_changes.append(change)
+        return change
+
     def token_ids(self, number: int, count: int) -> list[int]:
         """The first `count` ids of a request, prompt and output; waits for steps under way only if some lack."""
         sequence = self.sequences[number]
@@ -167,6 +189,8 @@ class EngineLoop:
         self._steps.ran(start_ns, max(end_ns, start_ns))
         self._step_ns = max(end_ns - start_ns, 0)
         self._last_end_ns = max(end_ns, start_ns)
+        if self.on_tokens is not None:
+            self.on_tokens(step.result.numbers, max(end_ns, start_ns))
         stopped = []
         for row, (number, token) in enumerate(zip(step.result.numbers, tokens, strict=True)):
             sequence = self.sequences[number]

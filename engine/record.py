@@ -55,6 +55,7 @@ class EngineRecorder:
         self._ended: list[tuple[Request, int]] = []
         self._opened = 0.0
         self._next_checkpoint = 0.0
+        self._taken_in = False  # rows or steps since the last checkpoint
 
     @property
     def num_live(self) -> int:
@@ -64,6 +65,7 @@ class EngineRecorder:
     def sink(self, rows: Int64Array, blocks: Int64Array) -> None:
         """Receives the scheduler's journal."""
         assert self._recorder is not None, "the scheduler has decided something before the recorder was opened"
+        self._taken_in = True
         self._later(partial(_write_journal, self._recorder, rows, blocks))
 
     def open(self, engine: Engine, out: Path | None, workload: dict[str, Any], prefix_block_size: int | None) -> None:
@@ -98,12 +100,18 @@ class EngineRecorder:
         ended, loop.ended = loop.ended, []
         self._ended += ended
         due = idle or time.perf_counter() >= self._next_checkpoint
-        if self._folder is not None and due and (self._ended or self._engine.scheduler.state.journal.rows):
+        if self._folder is not None and due and self._is_behind():
             self.checkpoint()
         elif len(self._ended) > ROWS_AT_ONCE or self._engine.steps.large:
             self._write_requests()
             self._engine.steps.take()
         return len(ended)
+
+    def _is_behind(self) -> bool:
+        """Something has happened since the last checkpoint, whoever has taken it out of the engine."""
+        assert self._engine is not None
+        state, steps = self._engine.scheduler.state, self._engine.steps
+        return bool(self._taken_in or self._ended or state.journal.rows or steps.num_ran)
 
     def checkpoint(self) -> None:
         """Write everything so far down, so that it can be read if this process goes no further. At step boundaries."""
@@ -112,7 +120,10 @@ class EngineRecorder:
         self._write_requests()
         self._engine.steps.take()
         results = self._results(wait=False)  # the digest flushes the journal
-        self._later(partial(_checkpoint, self._recorder, self._file, results))
+        live = list(self._engine.scheduler.live())
+        alive = self._request_columns([(request, -1) for request in live])
+        self._later(partial(_checkpoint, self._recorder, self._file, alive, results))
+        self._taken_in = False
         self._next_checkpoint = time.perf_counter() + CHECKPOINT_EVERY_S
 
     def finish(self, stopped_by: str | None = None) -> None:
@@ -160,6 +171,7 @@ class EngineRecorder:
         return {
             "digest": engine.scheduler.digest(),
             "num_steps": engine.scheduler.next_step,
+            "policy_changes": [change.as_manifest() for change in engine.loop.policy_changes],
             "compression_work_s": engine.compression.work_seconds(wait) if engine.compression is not None else 0.0,
             "swapped_tokens": engine.runner.swapped_tokens,
             "wall_s": time.perf_counter() - self._opened,
@@ -176,13 +188,17 @@ class EngineRecorder:
 
     def _write_ended(self, recorder: Recorder, ended: Sequence[tuple[Request, int]]) -> None:
         """Ended requests change no more; those alive are written at the very end, when nothing runs."""
-        requests, steps = zip(*ended, strict=True)
-        columns = request_columns(requests, steps)
+        recorder.write("requests", self._request_columns(ended))
+
+    def _request_columns(self, requests: Sequence[tuple[Request, int]]) -> dict[str, Any]:
+        """With the step in which each ended, -1 for those alive."""
+        columns = request_columns([request for request, _ in requests], [step for _, step in requests])
         columns["session"] = [name and self._hidden.name(name) for name in columns["session"]]
-        recorder.write("requests", columns)
+        return columns
 
     def _write_steps(self, columns: dict[str, Any]) -> None:
         assert self._recorder is not None
+        self._taken_in = True
         self._later(partial(self._recorder.write, "steps", columns))
 
 
@@ -191,10 +207,10 @@ def _write_journal(recorder: Recorder, rows: Int64Array, blocks: Int64Array) -> 
     recorder.write("blocks", block_columns(rows, blocks))
 
 
-def _checkpoint(recorder: Recorder, file: AskedFile | None, results: dict[str, Any]) -> None:
+def _checkpoint(recorder: Recorder, file: AskedFile | None, alive: dict[str, Any], results: dict[str, Any]) -> None:
     if file is not None:
         file.flush()
-    recorder.checkpoint(**results)
+    recorder.checkpoint(alive, **results)
 
 
 def _manifest(engine: Engine) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from engine.loading import LoadedModel
 from engine.record import EngineRecorder
 from engine.sampling_params import SamplingParams
 from engine.submitting import submit
+from policies.core.policy import Policy
 from traces.reshape import with_token_ids
 from traces.run import Run
 from traces.workload import TraceRequest, Workload
@@ -33,12 +34,14 @@ class ReplaySettings:
         live: the trace's output length is only the most; what `params` says may stop an output earlier.
         params: how tokens are drawn, and (with `live`) what stops an output. Its `n` and `max_tokens` do not count.
         seed: of prompts that are made up.
+        changes: (step, policy): before that step, and before whoever is handed in then, the policy takes over.
     """
 
     at_once: bool = False
     live: bool = False
     params: SamplingParams = FORCED
     seed: int = 0
+    changes: tuple[tuple[int, Policy], ...] = ()
 
 
 PLAIN = ReplaySettings()
@@ -70,6 +73,7 @@ def replay(
     run, whose recording is then readable and marked as incomplete.
     """
     recorder = EngineRecorder()
+    settings = replace(settings, may_become=(*settings.may_become, *(policy for _, policy in how.changes)))
     engine = build_engine(settings, loaded, recorder.sink, workload.meta.block_size, clock)
     prompts = Prompts(workload, engine.loaded.config.vocab_size, how.seed)
     recorder.open(engine, out, _origin(workload, how, prompts.notes), workload.meta.block_size)
@@ -118,6 +122,7 @@ class _Player:
         self._prompts = prompts
         self._how = how
         self._pending = deque(enumerate(workload))
+        self._changes = deque(how.changes)
         self._num_requests = len(workload)
         self._num_ended = 0
         self.token_ids: dict[str, list[int]] = {}
@@ -127,6 +132,8 @@ class _Player:
         loop, scheduler = self._engine.loop, self._engine.scheduler
         loop.start_clock()
         while True:
+            while self._changes and self._changes[0][0] <= scheduler.next_step:
+                loop.replace_policy(self._changes.popleft()[1])
             self._hand_in(loop.now_ns())
             stepped = loop.step()
             self._num_ended += self._recorder.collect()

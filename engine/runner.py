@@ -7,19 +7,21 @@ import torch
 
 from engine.attention import PrefillInputs, StepAttention
 from engine.cache import PagedCache
-from engine.compressing import CompressionStream
+from engine.compressing import CompressionStream, check_settings, settings_for
 from engine.decode_graphs import DecodeGraphs, graph_sizes
 from engine.kernels.contract import Kernels
 from engine.kernels.decode_plan import reserve_decode_workspace
 from engine.model import LanguageModel
 from engine.prefilling import TokenIds, prefill_inputs
+from engine.reserved import Reserved
 from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows, advance
 from engine.sampler import Logprobs
 from engine.sampling import StepSampler, TokenLogprobs, row_of
+from engine.scorers import CompressionSettings
 from engine.swapping import HostSwap
 from engine.transfer import sent
 from policies.core.plan import StepPlan
-from policies.core.policy import Join
+from policies.core.policy import Join, Policy
 from policies.core.request import Phase, Request
 from policies.core.scheduler import Scheduler
 
@@ -62,6 +64,7 @@ class Runner:
         compression: CompressionStream | None,
         sampler: StepSampler,
         scheduler: Scheduler,
+        reserved: Reserved,
         use_graphs: bool,
     ) -> None:
         self._model = model
@@ -75,9 +78,8 @@ class Runner:
         self._device = cache.k.device
         limits = scheduler.state.limits
         most_blocks = min(limits.num_blocks, -(-limits.max_model_len // limits.block_size) + 1)
-        # Where only a step's requests are bounded, more may hold blocks meanwhile, and each keeps its row.
-        most_rows = limits.num_blocks if scheduler.state.policy.batching.limit_per_step else limits.max_running
-        self._rows = DecodeRows(most_rows, most_blocks, self._device)
+        self._reserved = reserved
+        self._rows = DecodeRows(reserved.num_rows, most_blocks, self._device)
         self._row_of: dict[int, int] = {}
         self._known: dict[int, tuple[int, int]] = {}  # request -> table length and slot that its row holds
         self._members: list[Request] = []
@@ -116,8 +118,35 @@ class Runner:
         """Requests that have a row on the device."""
         return len(self._row_of)
 
+    def check_policy(self, policy: Policy) -> None:
+        """Raise EngineError where the policy needs more than was reserved, ConfigError where the limits forbid it."""
+        limits = self._scheduler.state.limits
+        self._reserved.check(policy, limits)
+        if self._compression is None:
+            return
+        settings, budget = self._settings_for(policy), policy.budget.floor(limits.block_size)
+        if budget is not None:
+            check_settings(settings, limits.block_size, budget)
+
+    def follow_policy(self) -> None:
+        """Another policy decides from now on, one that has passed `check_policy`; nothing is under way.
+
+        What decode graphs have captured does not depend on it: slots keep the queries of the longest window there is.
+        """
+        if self._compression is not None:
+            self._compression.follow(self._settings_for(self._scheduler.state.policy))
+
+    def _settings_for(self, policy: Policy) -> CompressionSettings:
+        """How requests are compressed under it; without a budget, those that were compressed before."""
+        assert self._compression is not None
+        shape = self._cache.shape
+        longest = shape.window if policy.budget.floor(shape.block_size) is None else shape.block_size
+        return settings_for(policy.compression, longest, self._compression.settings.seed)
+
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        if self._compression is not None:
+            self._compression.forget(request.number)
         self._sampler.forget(request.number)
         self._drop_row(request.number)
         self._swap.drop(request.number)

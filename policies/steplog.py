@@ -34,6 +34,11 @@ class StepLog:
         self.listeners: list[Callable[[dict[str, Any]], None]] = []  # told of all columns that anybody takes
 
     @property
+    def num_ran(self) -> int:
+        """Steps that have run and that nobody has taken."""
+        return len(self._ends_ns)
+
+    @property
     def large(self) -> bool:
         """Enough has come together to be written."""
         return len(self._ends_ns) > FLUSH_AT

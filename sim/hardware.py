@@ -1,6 +1,7 @@
 """Which card and which model: each one row of published numbers, from which sizes and work are derived."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from sim.errors import SimError
 from sim.model_config import read_model_config
 from sim.model_shape import Model
 
-__all__ = ["GPUS", "MODELS", "Gpu", "Model", "find_gpu", "find_model", "model_from_config"]
+__all__ = ["GPUS", "MODELS", "Gpu", "Model", "find_gpu", "find_model", "gpu_of_card", "model_from_config"]
 
 GIB = 2**30
 
@@ -40,6 +41,16 @@ GPUS: Mapping[str, Gpu] = {
     )
 }
 
+# How the driver's name of a card is told apart.
+CARDS: Mapping[str, str] = {
+    "h200": r"\bh200\b",
+    "h100": r"\bh100\b",
+    "a100-80": r"\ba100\b.*\b80gb",
+    "a100-40": r"\ba100\b.*\b40gb",
+    "l40s": r"\bl40s\b",
+    "rtx4090": r"\brtx 4090$",
+}
+
 # Values of each model's public config.json on the Hugging Face hub.
 MODELS: Mapping[str, Model] = {
     model.name: model
@@ -66,6 +77,14 @@ def find_gpu(name: str) -> Gpu:
     if gpu is None:
         raise SimError(_unknown("GPU", name, tuple(GPUS)))
     return gpu
+
+
+def gpu_of_card(card: str) -> str:
+    """The row of `GPUS` for what a driver calls the card ("NVIDIA H200"); for others that name, fit for a file."""
+    for name, pattern in CARDS.items():
+        if re.search(pattern, card.lower()):
+            return name
+    return re.sub(r"[^a-z0-9.]+", "-", card.lower().removeprefix("nvidia ")).strip("-") or "unknown"
 
 
 def find_model(name: str) -> Model:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from policies.changes import PolicyChange, read_changes
 from policies.core.events import Int64Array, Kind
 from policies.core.limits import Limits
 from policies.core.plan import Outcome, StepPlan
@@ -18,7 +19,7 @@ from policies.core.policy import Join, Policy
 from policies.core.request import Phase
 from policies.core.scheduler import Scheduler
 from policies.record import block_columns, event_columns
-from policies.spec import policy_from_toml
+from policies.spec import policy_from_toml, policy_mark
 from sim.errors import SimError
 from traces.recording import MemoryRecorder
 from traces.workload import TraceRequest
@@ -32,7 +33,8 @@ class Tape:
     """What came from outside in a recorded run.
 
     Attributes:
-        outside: step -> what was submitted and aborted before it, in order: (row of the event, kind, request number).
+        outside: step -> what was submitted, aborted and changed before it, in order: (row of the event, kind, request
+            number, or the how-manieth change of the policy).
         stops: request number -> output tokens after which a stop token or string ended it.
         fails: step -> requests whose failure shows there, with the message.
         copied: step -> requests whose compression is known to be over before it.
@@ -71,7 +73,11 @@ def redecide(
         raise SimError("the recording was stopped before its first checkpoint: it does not say how far it came")
     policy = policy_from_toml(manifest["policy_toml"], "the recording's policy")
     limits = Limits(**manifest["limits"])
-    driver = _Driver(policy, limits, manifest.get("prefix_block_size"), _tape(requests, events), asked)
+    changes = read_changes(manifest)
+    num_changed = int((events["kind"].to_numpy() == Kind.POLICY).sum())
+    if len(changes) < num_changed:
+        raise SimError(f"the policy was changed {num_changed} times, the manifest names {len(changes)} policies")
+    driver = _Driver(policy, limits, manifest.get("prefix_block_size"), _tape(requests, events), asked, changes)
     return driver.run(None if manifest.get("complete") else manifest["num_steps"])
 
 
@@ -80,12 +86,16 @@ def _tape(requests: pa.Table, events: pa.Table) -> Tape:
     outside: dict[int, list[tuple[int, Kind, int]]] = defaultdict(list)
     copied: dict[int, list[int]] = defaultdict(list)
     fails: dict[int, dict[int, str]] = defaultdict(dict)
+    num_changed = 0
     messages = dict(zip(requests["number"].to_pylist(), requests["message"].to_pylist(), strict=True))
     for index, (step, kind, number) in enumerate(rows):
         if kind == Kind.ARRIVED:
             outside[step].append((index, Kind.ARRIVED, number))
         elif kind == Kind.ABORTED:
             outside[step].append((_begin(rows, index), Kind.ABORTED, number))
+        elif kind == Kind.POLICY:
+            outside[step].append((index, Kind.POLICY, num_changed))
+            num_changed += 1
         elif kind == Kind.FAILED:
             fails[step][number] = messages[number]
         if kind == Kind.COMPRESSED or kind in ENDS:
@@ -114,14 +124,20 @@ class _Driver:
     """Feeds a scheduler from a tape."""
 
     def __init__(
-        self, policy: Policy, limits: Limits, prefix_block_size: int | None, tape: Tape, asked: Sequence[TraceRequest]
+        self,
+        policy: Policy,
+        limits: Limits,
+        prefix_block_size: int | None,
+        tape: Tape,
+        asked: Sequence[TraceRequest],
+        changes: Sequence[PolicyChange],
     ) -> None:
         self._result = Redecided("", 0)
         self._num_rows = 0
         self._scheduler = Scheduler(policy, limits, self._write, prefix_block_size=prefix_block_size)
         self._tape = tape
         self._asked = asked
-        self._polls = policy.compression.join is Join.WHEN_DONE
+        self._changes = changes
 
     def run(self, most_steps: int | None) -> Redecided:
         """Decide until nothing is left to do, or for so many steps."""
@@ -148,14 +164,17 @@ class _Driver:
         """
         scheduler = self._scheduler
         step = scheduler.next_step
-        if self._polls:
+        if scheduler.state.policy.compression.join is Join.WHEN_DONE:
             scheduler.finished_compressing(self._tape.copied.get(step, ()))
         for index, kind, number in self._tape.outside.get(step, ()):
-            request = scheduler.state.requests.get(number)
+            request = scheduler.state.requests.get(number) if kind is not Kind.POLICY else None
             in_flight = request is not None and request.in_flight
             if self._rows_written() < index and not in_flight and scheduler.plan(step) is not None:
                 return False
-            if kind is Kind.ARRIVED:
+            if kind is Kind.POLICY:
+                policy = self._changes[number].policy
+                scheduler.replace_policy(policy, step, policy_mark(policy))
+            elif kind is Kind.ARRIVED:
                 asked = replace(self._asked[number], id=str(number))  # an id may have been used again
                 scheduler.submit(asked, step)
             elif request is not None:

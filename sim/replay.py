@@ -3,7 +3,7 @@
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +15,7 @@ from policies.core.policy import Policy
 from policies.core.scheduler import Scheduler
 from policies.record import names
 from policies.spec import load_policy, policy_digest, policy_to_toml
+from sim.changing import Change, check_order
 from sim.cost import CostModel, roofline
 from sim.errors import SimError
 from sim.hardware import Gpu, Model, find_gpu, find_model
@@ -98,6 +99,7 @@ def replay(
     progress: Progress | None = None,
     make_scheduler: Callable[..., Scheduler] = Scheduler,
     plan_ahead: bool = False,
+    changes: Sequence[Change] = (),
 ) -> Run:
     """Simulate a workload and return the run; with `out` it is also written there as a recording.
 
@@ -114,6 +116,8 @@ def replay(
         progress: called now and then with (requests ended, requests in all, simulated ns).
         make_scheduler: takes what `Scheduler` takes; another one may look on while it decides.
         plan_ahead: a step is planned when the one before begins (`sim.simulator.Simulation`).
+        changes: policies that take over in the middle, in order of their steps; the manifest's `policy_changes` says
+            which did (a run may end before).
 
     Ctrl-C is taken at a step boundary, leaves a readable recording marked as incomplete and is raised; a second one
     does not wait.
@@ -121,7 +125,13 @@ def replay(
     policy = load_policy(policy) if isinstance(policy, str) else policy
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     model = find_model(model) if isinstance(model, str) else model
-    limits = limits or default_limits(gpu, model, policy)
+    check_order(changes)
+    limits = limits or min(
+        (default_limits(gpu, model, one) for one in (policy, *(change.policy for change in changes))),
+        key=lambda one: one.num_blocks,
+    )
+    if length_multiplier != 1.0 and changes:
+        raise SimError("a length multiplier is that of one policy: it cannot be given together with changes of it")
     floor = policy.budget.floor(limits.block_size)
     if length_multiplier != 1.0 and floor is not None:
         workload = lengthen(workload, length_multiplier, floor * limits.block_size)
@@ -136,7 +146,9 @@ def replay(
             progress(num_ended, num_requests, now_ns)
         interrupt.check()
 
-    simulation = Simulation(workload, policy, limits, cost, recorder, quiet, at_boundary, make_scheduler, plan_ahead)
+    simulation = Simulation(
+        workload, policy, limits, cost, recorder, quiet, at_boundary, make_scheduler, plan_ahead, changes
+    )
     started = time.perf_counter()
     try:
         with interrupt, seldom_collecting():
@@ -169,6 +181,7 @@ def _results(simulation: Simulation, started: float) -> dict[str, Any]:
         "num_steps": simulation.scheduler.next_step,
         "compression_work_s": simulation.compression_ns * 1e-9,
         "swapped_tokens": simulation.swapped_tokens,
+        "policy_changes": [change.as_manifest() for change in simulation.policy_changes],
         "wall_s": time.perf_counter() - started,
     }
 

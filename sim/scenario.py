@@ -1,13 +1,15 @@
 """Everything a run needs besides its workload, as plain values: what a command line names and a sweep varies."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from policies.core.limits import Limits
 from policies.core.policy import Policy
 from policies.core.scheduler import Scheduler
+from policies.core.slot_table import SlotTable
 from policies.spec import load_policy
+from sim.changing import Change, check_order, read_change
 from sim.cost import CostModel, roofline
 from sim.errors import SimError
 from sim.hardware import Gpu, Model, find_gpu, find_model
@@ -29,6 +31,7 @@ class Setup:
     model: Model
     limits: Limits
     cost: CostModel
+    changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Scenario:
     memory_utilisation: float | None = None  # share of the card's memory; only where the card gives the blocks
     length_multiplier: float = 1.0
     cost: str | None = None  # name or path of a measured profile; None: the card's roofline
+    changes: tuple[str, ...] = ()  # STEP:POLICY each: policies that take over in the middle
 
     def set_up(self) -> Setup:
         """Look every name up and check the sizes. Raises PolicyError, SimError, ConfigError."""
@@ -55,7 +59,19 @@ class Scenario:
         if not 0 < self.length_multiplier < float("inf"):
             raise SimError(f"length-multiplier must be a finite number above 0, got {self.length_multiplier!r}")
         policy, gpu, model = load_policy(self.policy), find_gpu(self.gpu), find_model(self.model)
-        limits = default_limits(
+        changes = [read_change(spec) for spec in self.changes]
+        check_order(changes)
+        limits = min(
+            (self._limits(one, gpu, model) for one in (policy, *(change.policy for change in changes))),
+            key=lambda one: one.num_blocks,
+        )
+        for change in changes:
+            SlotTable(change.policy, limits)
+        costed = (replace(change, cost=self._cost(change.policy, gpu, model)) for change in changes)
+        return Setup(policy, gpu, model, limits, self._cost(policy, gpu, model), tuple(costed))
+
+    def _limits(self, policy: Policy, gpu: Gpu, model: Model) -> Limits:
+        return default_limits(
             gpu,
             model,
             policy,
@@ -67,7 +83,6 @@ class Scenario:
             max_model_len=self.max_model_len,
             host_blocks=self.host_blocks,
         )
-        return Setup(policy, gpu, model, limits, self._cost(policy, gpu, model))
 
     def run(
         self,
@@ -92,6 +107,7 @@ class Scenario:
             quiet,
             progress,
             make_scheduler,
+            changes=setup.changes,
         )
 
     def _cost(self, policy: Policy, gpu: Gpu, model: Model) -> CostModel:

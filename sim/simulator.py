@@ -1,10 +1,12 @@
 """The discrete-event simulation: a SimPy clock under the same scheduler that drives the engine."""
 
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import simpy
 
+from policies.changes import PolicyChange
 from policies.core.events import Int64Array
 from policies.core.limits import Limits
 from policies.core.plan import StepPlan
@@ -12,7 +14,9 @@ from policies.core.policy import Join, Policy
 from policies.core.request import Request
 from policies.core.scheduler import Scheduler
 from policies.record import block_columns, event_columns, request_columns
+from policies.spec import policy_mark
 from policies.steplog import StepLog
+from sim.changing import Change
 from sim.cost import CostModel
 from sim.device import Device
 from traces.recording import Recorder
@@ -49,8 +53,9 @@ class Simulation:
         progress: Progress | None = None,
         make_scheduler: Callable[..., Scheduler] = Scheduler,
         plan_ahead: bool = False,
+        changes: Sequence[Change] = (),
     ) -> None:
-        """`make_scheduler` takes what `Scheduler` takes."""
+        """`make_scheduler` takes what `Scheduler` takes; `changes` stand in order of their steps."""
         self.workload = workload
         self.env = simpy.Environment(initial_time=0)
         self.scheduler = make_scheduler(policy, limits, self._write_events, prefix_block_size=workload.meta.block_size)
@@ -68,7 +73,9 @@ class Simulation:
         self._arrived: simpy.Event | None = None  # what an idle loop waits for
         self._all_arrived = False
         self._now_ns = 0  # where the loop stands
-        self._join = policy.compression.join
+        self.policy_changes: list[PolicyChange] = []  # that have happened
+        self._changes = deque(changes)
+        self._overdue: list[simpy.Event] = []  # compressions joined by a change: the next step waits for them
         self._pending: dict[simpy.Event, int] = {}  # compressions the scheduler waits for (join `when_done`)
         self._ended: list[tuple[Request, int]] = []
         self._num_ended = 0
@@ -112,6 +119,7 @@ class Simulation:
         while True:
             while env.peek() <= self._now_ns:  # let everything that happens up to this very time happen first
                 yield env.timeout(self._now_ns - env.now)
+            self._change_policy()
             self._take_in()
             if self._quiet and not self._device.compressing and not self._inbox and self._stretch():
                 continue
@@ -156,7 +164,8 @@ class Simulation:
         """Let both streams do what the plan says; ends when the step ends."""
         cost, device = self._cost, self._device
         work_ns = to_ns(self._seconds(plan))
-        waits: list[simpy.Event] = []
+        waits, self._overdue = self._overdue, []
+        join = self.scheduler.state.policy.compression.join
         together = 0
         start_s = cost.compression_start_s  # once a step, with its first compression
         for task in plan.compressions:
@@ -164,11 +173,11 @@ class Simulation:
             start_s = 0.0
             self.compression_ns += alone
             together += alone
-            if self._join is Join.WHEN_DONE:
+            if join is Join.WHEN_DONE:
                 self._pending[device.compress(alone)] = task.request.number
-        if together and self._join is not Join.WHEN_DONE:
+        if together and join is not Join.WHEN_DONE:
             waits.append(device.compress(together))
-        if waits and self._join is Join.BLOCKING:
+        if waits and join is Join.BLOCKING:
             yield simpy.AllOf(self.env, waits)
             waits = []
         if plan.swaps:
@@ -190,6 +199,8 @@ class Simulation:
         time = self._now_ns
         ends: list[int] = []
         first_step, first_context = scheduler.next_step, context
+        if self._changes:
+            most = min(most, self._changes[0].step - first_step)
         for _ in range(most):
             time += int(decode_seconds(num_decodes, context) * NS_PER_S + 0.5)
             ends.append(time)
@@ -204,6 +215,18 @@ class Simulation:
         return bool(blocks)
 
     # to and from the scheduler
+
+    def _change_policy(self) -> None:
+        """Policies whose step has come take over; compressions in flight are joined with that."""
+        scheduler = self.scheduler
+        while self._changes and self._changes[0].step <= scheduler.next_step:
+            change = self._changes.popleft()
+            scheduler.replace_policy(change.policy, self._now_ns, policy_mark(change.policy))
+            self.policy_changes.append(PolicyChange(scheduler.next_step, self._now_ns, change.policy))
+            self._overdue += self._pending
+            self._pending.clear()
+            self._cost = change.cost or self._cost
+            self._collect()
 
     def _take_in(self) -> None:
         """Tell the scheduler what has arrived and which compressions have finished."""

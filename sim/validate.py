@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from policies.audited import AuditedScheduler
+from policies.core.errors import ConfigError
 from policies.evidence import Case
 from policies.measures import OK, measures_of
 from sim.errors import SimError
@@ -85,7 +86,7 @@ def setup_of(scenario: Scenario, baseline: str | None = None) -> dict[str, Any]:
 
 
 def _run(task: _Task) -> _Done:
-    """One run; whatever goes wrong in it (a user's policy may raise anything) becomes its error."""
+    """One run; whatever goes wrong in it (a user's policy may raise anything) becomes its error. Raises ConfigError."""
     made: list[AuditedScheduler] = []
 
     def watched(*args: Any, **more: Any) -> AuditedScheduler:
@@ -99,6 +100,8 @@ def _run(task: _Task) -> _Done:
         run = task.scenario.run(task.workload, make_scheduler=watched)
         laws = broken_law(run, made[0]) or OK
         return _Done({**measures_of(run.summary), "laws": laws}, run.summary["digest"])
+    except ConfigError:
+        raise  # policy and limits cannot work together: nothing to judge
     except AssertionError as error:
         return _Done({"laws": str(error) or "an assertion without words"}, error=f"a law was broken: {error}")
     except Exception as error:

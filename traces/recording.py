@@ -8,8 +8,9 @@ A recording is a folder (format `zlab-recording/1`):
   whole file, so that a run that is still going on, or was killed, can be read up to its last part. pandas, DuckDB and
   Polars read the folders as they are.
 * A live run is written down every second or so (`checkpoint`): rows for which a part is too early stand in the table's
-  tail (`traces/tail.py`), and `rows` in the manifest counts what belongs together at that moment. Whoever reads sees
-  all tables as they stood at the last checkpoint. A run that came to its end has neither.
+  tail (`traces/tail.py`), requests that were alive in the file that `alive` names, and `rows` in the manifest counts
+  what belongs together at that moment. Whoever reads sees all tables as they stood at the last checkpoint. A run that
+  came to its end has none of these.
 
 Columns are described in `TABLES`. This room knows nothing of policies: kinds and states are plain numbers here, their
 names stand in the manifest.
@@ -27,10 +28,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from traces.tail import SUFFIX, Tail, read_tail
+from traces.tail import Tail, find_tail, read_tail, tail_path
 from traces.workload import TraceError
 
 FORMAT = "zlab-recording/1"
+ALIVE_SUFFIX = ".arrows"
+MOST_ALIVE_FILES = 2  # the newest, and the one that a reader may be about to open
 Columns = Mapping[str, npt.NDArray[Any] | Sequence[Any]]
 
 
@@ -42,7 +45,7 @@ def _schema(**columns: pa.DataType) -> pa.Schema:
     return pa.schema(list(columns.items()))
 
 
-I64, I32, I16, I8, F64, STR = pa.int64(), pa.int32(), pa.int16(), pa.int8(), pa.float64(), pa.string()
+I64, I32, I8, F64, STR = pa.int64(), pa.int32(), pa.int8(), pa.float64(), pa.string()
 
 TABLES: dict[str, pa.Schema] = {
     # One row a request, in the order in which they ended (those still alive last). Times in seconds from the run's
@@ -77,8 +80,11 @@ class Recorder(Protocol):
     def write(self, table: str, columns: Columns) -> None:
         """Append rows to a table of `TABLES`; every column must be there, all of one length."""
 
-    def checkpoint(self, **manifest: Any) -> None:
-        """Make everything written so far readable, and note how far the run has come."""
+    def checkpoint(self, alive: Columns | None = None, **manifest: Any) -> None:
+        """Make everything written so far readable, and note how far the run has come.
+
+        `alive`: columns of the `requests` table of those that have not ended.
+        """
 
     def leave(self) -> None:
         """Let go of open files; what was written stays as it is."""
@@ -109,7 +115,7 @@ class MemoryRecorder:
         if table not in self.skip:
             self._parts[table].append(to_table(table, columns))
 
-    def checkpoint(self, **manifest: Any) -> None:
+    def checkpoint(self, alive: Columns | None = None, **manifest: Any) -> None:
         """Note how far the run has come."""
         self.manifest |= manifest
 
@@ -140,6 +146,7 @@ class FolderRecorder:
         self._num_in_tail = dict.fromkeys(TABLES, 0)  # of the pending tables
         self._rows = dict.fromkeys(TABLES, 0)
         self._rows_in_parts = dict.fromkeys(TABLES, 0)
+        self._alive: list[int] = []  # numbers of the files of live requests that are there
         self._num_parts = dict.fromkeys(TABLES, 0)
         for name in TABLES:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -170,18 +177,34 @@ class FolderRecorder:
         self._pending[table].clear()
         self._rows[table] = self._num_in_tail[table] = 0
 
-    def checkpoint(self, **manifest: Any) -> None:
+    def checkpoint(self, alive: Columns | None = None, **manifest: Any) -> None:
         """Append pending rows to the tails, then say in the manifest how many rows belong together."""
         for table, pending in self._pending.items():
             for rows in pending[self._num_in_tail[table] :]:
                 if table not in self._tails:
-                    path = self.folder / table / f"{self._num_parts[table]:05}{SUFFIX}"
-                    self._tails[table] = Tail(path, TABLES[table])
+                    self._tails[table] = Tail(tail_path(self.folder / table, self._num_parts[table]), TABLES[table])
                 self._tails[table].append(rows)
             self._num_in_tail[table] = len(pending)
         counts = {table: self._rows_in_parts[table] + self._rows[table] for table in TABLES}
         self.manifest |= manifest | {"rows": counts}
+        if alive is not None:
+            self._write_alive(alive)
         write_manifest(self.folder, self.manifest)
+        self._forget_alive(keep=MOST_ALIVE_FILES)
+
+    def _write_alive(self, alive: Columns) -> None:
+        """A file of its own for each checkpoint, so that whoever has read the manifest before finds what it names."""
+        number = self._alive[-1] + 1 if self._alive else 0
+        path = self.folder / f"alive-{number}{ALIVE_SUFFIX}"
+        file = Tail(path, TABLES["requests"])
+        file.append(to_table("requests", alive))
+        file.leave()
+        self._alive.append(number)
+        self.manifest["alive"] = path.name
+
+    def _forget_alive(self, keep: int) -> None:
+        while len(self._alive) > keep:
+            (self.folder / f"alive-{self._alive.pop(0)}{ALIVE_SUFFIX}").unlink(missing_ok=True)
 
     def leave(self) -> None:
         """Nothing more will be written: the recording stays as its last checkpoint has it."""
@@ -193,9 +216,11 @@ class FolderRecorder:
         """Write what is left, then the manifest; `complete` is true unless the caller says otherwise."""
         for table in TABLES:
             self.flush(table)
-        self.manifest.pop("rows", None)
+        for name in ("rows", "alive"):
+            self.manifest.pop(name, None)
         self.manifest |= {"complete": True} | manifest
         write_manifest(self.folder, self.manifest)
+        self._forget_alive(keep=0)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -249,18 +274,33 @@ class Recording:
             tables.append(tail[1].select(wanted))
         found = pa.concat_tables(tables)
         rows = self.manifest.get("rows")
-        return found if rows is None else found.slice(0, rows[name])
+        if rows is None:
+            return found
+        found = found.slice(0, rows[name])
+        return found if name != "requests" else pa.concat_tables([found, self._alive().select(wanted)])
 
     def _tail(self, name: str) -> tuple[int, pa.Table] | None:
         """The table's tail with the number of parts that come before it, read before they are; None without one."""
-        for path in sorted((self.folder / name).glob(f"*{SUFFIX}"), reverse=True):
+        while (found := find_tail(self.folder / name)) is not None:
             try:
-                return int(path.stem), read_tail(path, TABLES[name])
+                return found[0], read_tail(found[1], TABLES[name])
             except FileNotFoundError:
                 continue  # it has just become a part
             except OSError as error:
-                raise RecordingError(f"{path}: cannot be read: {error}") from error
+                raise RecordingError(f"{found[1]}: cannot be read: {error}") from error
         return None
+
+    def _alive(self) -> pa.Table:
+        """Requests that were alive at the last checkpoint."""
+        name, schema = self.manifest.get("alive"), TABLES["requests"]
+        if name is None:
+            return schema.empty_table()
+        try:
+            return read_tail(self.folder / name, schema)
+        except FileNotFoundError:
+            return schema.empty_table()  # a newer checkpoint has come while this one was being read
+        except OSError as error:
+            raise RecordingError(f"{self.folder / name}: cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)

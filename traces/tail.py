@@ -1,14 +1,26 @@
 """Rows of a part to come: appended while a run goes on, and whole up to the last append whatever happens to the writer.
 
 A tail is a file in Arrow's IPC stream format beside the parts of its table, named after the part that it will become
-(`00007.tail`). Once that part is there the tail no longer counts.
+(`_00007.tail`; who reads a folder of Parquet parts passes over names that begin so). Once that part is there the tail
+no longer counts.
 """
 
 from pathlib import Path
 
 import pyarrow as pa
 
-SUFFIX = ".tail"
+PREFIX, SUFFIX = "_", ".tail"
+
+
+def tail_path(folder: Path, number: int) -> Path:
+    """Where the rows of part `number` stand until it is there."""
+    return folder / f"{PREFIX}{number:05}{SUFFIX}"
+
+
+def find_tail(folder: Path) -> tuple[int, Path] | None:
+    """The newest tail in a table's folder with the number of its part; None without one."""
+    found = max(folder.glob(f"{PREFIX}*{SUFFIX}"), default=None)
+    return None if found is None else (int(found.stem.removeprefix(PREFIX)), found)
 
 
 class Tail:

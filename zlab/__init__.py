@@ -6,18 +6,26 @@ from typing import Annotated
 import typer
 
 from zlab.bench import bench
+from zlab.calibrate import calibrate
 from zlab.compare import compare
 from zlab.demo import demo
+from zlab.diff import diff
+from zlab.drift import drift
 from zlab.generate import generate
+from zlab.history import history
 from zlab.memory import memory
 from zlab.outcome import Command
 from zlab.parity import parity
 from zlab.policy import app as policy
+from zlab.promote import promote
 from zlab.replay import replay
 from zlab.report import report
+from zlab.rollback import rollback
 from zlab.serve import serve
 from zlab.sweep import sweep
 from zlab.trace import app as trace
+from zlab.trust import trust
+from zlab.validate import validate
 
 app = typer.Typer(
     cls=Command,
@@ -36,7 +44,15 @@ app.command()(generate)
 app.command()(serve)
 app.command()(bench)
 app.command()(parity)
+app.command()(calibrate)
+app.command()(trust)
 app.command()(report)
+app.command()(validate)
+app.command()(promote)
+app.command()(rollback)
+app.command()(history)
+app.command()(diff)
+app.command()(drift)
 app.add_typer(trace, name="trace")
 
 

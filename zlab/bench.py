@@ -1,5 +1,6 @@
 """`zlab bench`: one workload under one policy on a real model; the twin of `zlab replay`."""
 
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ import typer
 
 from policies.spec import load_policy
 from sim.interrupt import AtBoundary
-from sim.scenario import DEFAULT_BLOCK_SIZE, check_blocks
+from sim.scenario import check_blocks
 from traces.perfetto import write_perfetto
 from traces.recording import Recording
 from traces.run import Run
@@ -23,38 +24,22 @@ from zlab.engine_options import (
     engine_room,
     engine_settings,
 )
-from zlab.options import (
-    AsJson,
-    BlockSize,
-    Format,
-    HostBlocks,
-    KvBlocks,
-    MaxBatchedTokens,
-    MaxModelLen,
-    MaxRunning,
-    PolicyName,
-    SkipBadRows,
-    Trace,
-)
+from zlab.option_groups import with_groups
+from zlab.options import AsJson, PerfettoFile, PolicyName, ReadingOptions, RunFolder, SizeOptions, Trace
 from zlab.outcome import INTERRUPTED, WENT_WRONG, fail
 from zlab.progress import Bar
 from zlab.replay import NS_PER_S, check_new, check_perfetto, report
-from zlab.source import Source
 
 
+@with_groups
 def bench(
     trace: Trace,
+    *,
     model: EngineModel = DEFAULT_MODEL,
     policy: PolicyName = "hybrid",
-    kv_blocks: KvBlocks = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_running: MaxRunning = None,
-    max_model_len: MaxModelLen = None,
-    host_blocks: HostBlocks = None,
+    sizes: SizeOptions,
     memory_utilisation: MemoryShare = None,
-    format: Format = None,
-    skip_bad_rows: SkipBadRows = False,
+    reading: ReadingOptions,
     at_once: Annotated[
         bool, typer.Option("--at-once", help="All requests are there at the start, whatever the trace says.")
     ] = False,
@@ -68,13 +53,8 @@ def bench(
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="New folder for the recording of the run.")
-    ] = None,
-    perfetto: Annotated[
-        Path | None,
-        typer.Option("--perfetto", dir_okay=False, help="Write a Chrome trace for ui.perfetto.dev, a .json file."),
-    ] = None,
+    out: RunFolder = None,
+    perfetto: PerfettoFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a workload on a real model under a policy and show what it amounts to, as `zlab replay` does.
@@ -85,17 +65,12 @@ def bench(
     load_policy(policy)
     check_new(out)
     check_perfetto(perfetto)
-    workload = Source(trace, format, skip_bad_rows).read(silent=as_json)
-    check_blocks(workload, block_size)
+    workload = reading.source(trace).read(silent=as_json)
+    check_blocks(workload, sizes.block_size)
     settings = engine_settings(
         model,
         policy,
-        kv_blocks=kv_blocks,
-        block_size=block_size,
-        max_batched_tokens=max_batched_tokens,
-        max_running=max_running,
-        max_model_len=max_model_len,
-        host_blocks=host_blocks,
+        **asdict(sizes),
         memory_share=memory_utilisation,
         device=device,
         dtype=dtype,

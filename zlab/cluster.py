@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pkgutil import resolve_name
 from typing import Annotated
@@ -34,6 +35,20 @@ Cluster = Annotated[
     str | None,
     typer.Option("--cluster", metavar="ADDRESS", help="The cluster's address: tcp://host:8786 (Dask), auto (Ray)."),
 ]
+
+
+@dataclass(frozen=True)
+class SpreadOptions:
+    """Over how many workers the runs are spread, and where those are."""
+
+    jobs: Jobs = None
+    backend: BackendName = Backend.loky
+    cluster: Cluster = None
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether one run after the other goes on here."""
+        return self.jobs == 1 and self.backend is Backend.loky
 
 
 @contextmanager

@@ -9,56 +9,25 @@ import typer
 
 from sim.compare import Compared, Estimate, recording_folders
 from sim.compare import compare as run_compare
-from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario
-from zlab.cluster import Backend, BackendName, Cluster, Jobs, spread
+from zlab.cluster import SpreadOptions, spread
 from zlab.compare_table import show_comparison
-from zlab.options import (
-    AsJson,
-    BlockSize,
-    Cost,
-    Format,
-    GpuName,
-    HostBlocks,
-    KvBlocks,
-    LengthMultiplier,
-    MaxBatchedTokens,
-    MaxModelLen,
-    MaxRunning,
-    MemoryUtilisation,
-    ModelName,
-    PolicyNames,
-    Seeds,
-    SkipBadRows,
-    Trace,
-)
+from zlab.option_groups import with_groups
+from zlab.options import AsJson, PolicyNames, ReadingOptions, ScenarioOptions, Seeds, Trace
 from zlab.outcome import MisuseError
 from zlab.progress import Bar
 from zlab.replay import check_new
-from zlab.source import PREFIX, Source
-
-INTERVALS = ("95 %, latencies only: bootstrap over the requests", "95 %: Student's t over the workloads")
+from zlab.source import PREFIX
 
 
+@with_groups
 def compare(
     trace: Trace,
+    *,
     policy: PolicyNames,
     seeds: Seeds = 1,
-    gpu: GpuName = "h200",
-    model: ModelName = "qwen3-8b",
-    kv_blocks: KvBlocks = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_running: MaxRunning = None,
-    max_model_len: MaxModelLen = None,
-    host_blocks: HostBlocks = None,
-    memory_utilisation: MemoryUtilisation = None,
-    length_multiplier: LengthMultiplier = 1.0,
-    cost: Cost = None,
-    format: Format = None,
-    skip_bad_rows: SkipBadRows = False,
-    jobs: Jobs = None,
-    backend: BackendName = Backend.loky,
-    cluster: Cluster = None,
+    given: ScenarioOptions,
+    reading: ReadingOptions,
+    spreading: SpreadOptions,
     out: Annotated[
         Path | None, typer.Option("--out", file_okay=False, help="New folder for one recording a policy (and seed).")
     ] = None,
@@ -70,21 +39,9 @@ def compare(
     t), ratios are taken within each workload. With one workload only latencies have an interval, from drawing its
     requests anew: it tells what single requests do to a percentile, not what another day would bring.
     """
-    base = Scenario(
-        gpu=gpu,
-        model=model,
-        kv_blocks=kv_blocks,
-        block_size=block_size,
-        max_batched_tokens=max_batched_tokens,
-        max_running=max_running,
-        max_model_len=max_model_len,
-        host_blocks=host_blocks,
-        memory_utilisation=memory_utilisation,
-        length_multiplier=length_multiplier,
-        cost=cost,
-    )
+    base = given.scenario()
     check_new(out)
-    source = Source(trace, format, skip_bad_rows)
+    source = reading.source(trace)
     if not source.is_synthetic and seeds > 1:
         raise MisuseError(
             f"{trace} is one fixed workload: --seeds {seeds} needs a made-up one ({PREFIX}...); without it latencies "
@@ -94,7 +51,7 @@ def compare(
     numbers = list(range(first, first + seeds)) if source.is_synthetic else [None]
     workloads = [source.read(seed, as_json) for seed in numbers]
     total = len(policy) * len(workloads)
-    with spread(backend, jobs, cluster), Bar("compare", total, "runs", as_json) as bar:
+    with spread(spreading.backend, spreading.jobs, spreading.cluster), Bar("compare", total, "runs", as_json) as bar:
         compared = run_compare(workloads, policy, base, out, bar)
     if as_json:
         typer.echo(json.dumps(_as_dict(trace, numbers, compared)))

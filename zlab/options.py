@@ -1,12 +1,15 @@
-"""Options that several commands share, and the scenario they make."""
+"""Options that several commands share, those that belong together in groups (`zlab.option_groups`)."""
 
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sim.hardware import GPUS, MODELS
+from sim.scenario import DEFAULTS, Scenario
 from traces.formats.detect import FORMATS
-from zlab.source import KINDS, PREFIX
+from zlab.source import KINDS, PREFIX, Source
 
 Trace = Annotated[
     str,
@@ -73,8 +76,62 @@ SkipBadRows = Annotated[
     bool, typer.Option("--skip-bad-rows", help="Leave bad rows of the trace out and count them by reason.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
-Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Processes to use; -1 is one for each core.")]
+RunFolder = Annotated[
+    Path | None, typer.Option("--out", file_okay=False, help="New folder for the recording of the run.")
+]
+PerfettoFile = Annotated[
+    Path | None,
+    typer.Option("--perfetto", dir_okay=False, help="Write a Chrome trace for ui.perfetto.dev, a .json file."),
+]
 Seeds = Annotated[
     int,
     typer.Option("--seeds", min=1, help=f"Workloads to make up, one a seed, counting from the spec's; {PREFIX} only."),
 ]
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """The pool, and what bounds a step and a request."""
+
+    kv_blocks: KvBlocks = DEFAULTS.kv_blocks
+    block_size: BlockSize = DEFAULTS.block_size
+    max_batched_tokens: MaxBatchedTokens = DEFAULTS.max_batched_tokens
+    max_running: MaxRunning = DEFAULTS.max_running
+    max_model_len: MaxModelLen = DEFAULTS.max_model_len
+    host_blocks: HostBlocks = DEFAULTS.host_blocks
+
+
+@dataclass(frozen=True)
+class ScenarioOptions:
+    """All that a simulation needs besides its workload and its policy."""
+
+    gpu: GpuName = DEFAULTS.gpu
+    model: ModelName = DEFAULTS.model
+    sizes: SizeOptions = SizeOptions()
+    memory_utilisation: MemoryUtilisation = DEFAULTS.memory_utilisation
+    length_multiplier: LengthMultiplier = DEFAULTS.length_multiplier
+    cost: Cost = DEFAULTS.cost
+
+    def scenario(self, policy: str = DEFAULTS.policy) -> Scenario:
+        """With a policy."""
+        return Scenario(
+            policy=policy,
+            gpu=self.gpu,
+            model=self.model,
+            memory_utilisation=self.memory_utilisation,
+            length_multiplier=self.length_multiplier,
+            cost=self.cost,
+            **asdict(self.sizes),
+        )
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """How a trace is read."""
+
+    format: Format = None
+    skip_bad_rows: SkipBadRows = False
+
+    def source(self, trace: str) -> Source:
+        """A trace, or a made-up workload, to be read so."""
+        return Source(trace, self.format, self.skip_bad_rows)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,18 +21,10 @@ from traces.asked import read_asked
 from traces.recording import Difference, Recording, first_difference
 from traces.workload import TraceRequest, Workload
 from zlab.engine_options import Device, Dtype, EngineModel, engine_room, engine_settings
-from zlab.options import (
-    AsJson,
-    Format,
-    HostBlocks,
-    KvBlocks,
-    MaxBatchedTokens,
-    MaxModelLen,
-    MaxRunning,
-    SkipBadRows,
-)
+from zlab.option_groups import with_groups
+from zlab.options import AsJson, BlockSize, ReadingOptions, SizeOptions
 from zlab.outcome import WENT_WRONG, MisuseError
-from zlab.source import PREFIX, Source
+from zlab.source import PREFIX
 from zlab.tables import console, count, plain_table
 
 SMALL = f"{PREFIX}amc23?num_problems=6&samples=4&mu=5&sigma=0.6&cap=300"  # the demo's shape, a fiftieth as long
@@ -58,11 +50,20 @@ class Verdict:
         return self.engine_digest == self.other_digest
 
 
+@dataclass(frozen=True)
+class SmallSizeOptions(SizeOptions):
+    """Small blocks, so that short outputs fill several."""
+
+    block_size: BlockSize = 16
+
+
+@with_groups
 def parity(
     trace: Annotated[
         str | None,
         typer.Argument(help=f"A trace as of `zlab replay`, played all at once; a small {PREFIX}amc23 if not given."),
     ] = None,
+    *,
     policy: Annotated[
         list[str] | None,
         typer.Option("--policy", "-p", help="A policy as in `zlab replay`; repeat it; every preset if not given."),
@@ -74,14 +75,8 @@ def parity(
         ),
     ] = None,
     model: EngineModel = "dummy:tiny",
-    kv_blocks: KvBlocks = None,
-    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")] = 16,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_running: MaxRunning = None,
-    max_model_len: MaxModelLen = None,
-    host_blocks: HostBlocks = None,
-    format: Format = None,
-    skip_bad_rows: SkipBadRows = False,
+    sizes: SmallSizeOptions,
+    reading: ReadingOptions,
     device: Device = None,
     dtype: Dtype = None,
     as_json: AsJson = False,
@@ -99,19 +94,14 @@ def parity(
         policies = policy or [name if trace else _scaled(name) for name in presets()]
         for name in policies:
             load_policy(name)
-        workload = closed(Source(trace or SMALL, format, skip_bad_rows).read(silent=as_json))
-        check_blocks(workload, block_size)
-        sizes: dict[str, Any] = {
-            "kv_blocks": kv_blocks if trace or kv_blocks else SMALL_BLOCKS,
-            "block_size": block_size,
-            "max_batched_tokens": max_batched_tokens,
-            "max_running": max_running,
-            "max_model_len": max_model_len,
-            "host_blocks": host_blocks,
-        }
+        workload = closed(reading.source(trace or SMALL).read(silent=as_json))
+        check_blocks(workload, sizes.block_size)
+        if trace is None and sizes.kv_blocks is None:
+            sizes = replace(sizes, kv_blocks=SMALL_BLOCKS)
         with engine_room():
             verdicts = decided_by_both(
-                workload, [engine_settings(model, name, device=device, dtype=dtype, **sizes) for name in policies]
+                workload,
+                [engine_settings(model, name, device=device, dtype=dtype, **asdict(sizes)) for name in policies],
             )
     _show(verdicts, as_json)
     if not all(verdict.equal for verdict in verdicts):

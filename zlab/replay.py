@@ -1,66 +1,42 @@
 """`zlab replay`: one workload under one policy."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario, check_blocks
+from sim.scenario import Scenario, check_blocks
 from traces.perfetto import write_perfetto
 from traces.recording import Recording
 from traces.run import Run
 from traces.workload import Workload
-from zlab.options import (
-    AsJson,
-    BlockSize,
-    Cost,
-    Format,
-    GpuName,
-    HostBlocks,
-    KvBlocks,
-    LengthMultiplier,
-    MaxBatchedTokens,
-    MaxModelLen,
-    MaxRunning,
-    MemoryUtilisation,
-    ModelName,
-    PolicyName,
-    SkipBadRows,
-    Trace,
-)
+from zlab.option_groups import with_groups
+from zlab.options import AsJson, PerfettoFile, PolicyName, ReadingOptions, RunFolder, ScenarioOptions, Trace
 from zlab.outcome import INTERRUPTED, WENT_WRONG, MisuseError, fail
 from zlab.progress import Bar
-from zlab.source import Source
 from zlab.tables import console, show_run
 
 NS_PER_S = 1e9
 
 
+@with_groups
 def replay(
     trace: Trace,
+    *,
     policy: PolicyName = "hybrid",
-    gpu: GpuName = "h200",
-    model: ModelName = "qwen3-8b",
-    kv_blocks: KvBlocks = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_running: MaxRunning = None,
-    max_model_len: MaxModelLen = None,
-    host_blocks: HostBlocks = None,
-    memory_utilisation: MemoryUtilisation = None,
-    length_multiplier: LengthMultiplier = 1.0,
-    cost: Cost = None,
-    format: Format = None,
-    skip_bad_rows: SkipBadRows = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="New folder for the recording of the run.")
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--change", metavar="STEP:POLICY", help="Before that step another policy takes over; may be repeated."
+        ),
     ] = None,
-    perfetto: Annotated[
-        Path | None,
-        typer.Option("--perfetto", dir_okay=False, help="Write a Chrome trace for ui.perfetto.dev, a .json file."),
-    ] = None,
+    given: ScenarioOptions,
+    reading: ReadingOptions,
+    out: RunFolder = None,
+    perfetto: PerfettoFile = None,
     plain_steps: Annotated[
         bool, typer.Option("--plain-steps", help="Simulate every step by itself: slower, the same result.")
     ] = False,
@@ -71,32 +47,20 @@ def replay(
     Exit code 0: ran; 1: the trace or the run went wrong, or no request could be served; 2: misuse; 130: interrupted
     (the recording then holds the run so far and says that it is incomplete).
     """
-    scenario = Scenario(
-        policy=policy,
-        gpu=gpu,
-        model=model,
-        kv_blocks=kv_blocks,
-        block_size=block_size,
-        max_batched_tokens=max_batched_tokens,
-        max_running=max_running,
-        max_model_len=max_model_len,
-        host_blocks=host_blocks,
-        memory_utilisation=memory_utilisation,
-        length_multiplier=length_multiplier,
-        cost=cost,
-    )
+    scenario = replace(given.scenario(policy), changes=tuple(change or ()))
     scenario.set_up()
     check_new(out)
     check_perfetto(perfetto)
-    source = Source(trace, format, skip_bad_rows)
-    workload = source.read(silent=as_json)
-    check_blocks(workload, block_size)
+    workload = reading.source(trace).read(silent=as_json)
+    check_blocks(workload, scenario.block_size)
     with TemporaryDirectory() as elsewhere:
         folder = out if perfetto is None else out or Path(elsewhere) / "run"  # the trace is made from a recording
         run = watched_run(scenario, workload, folder, quiet=not plain_steps, silent=as_json)
         if perfetto is not None and folder is not None:
             write_perfetto(Recording(folder), perfetto)
         report(run, workload, out, perfetto, as_json)
+    for spec in scenario.changes[len(run.manifest["policy_changes"]) :]:
+        typer.echo(f"--change {spec}: the run was over after {run.manifest['num_steps']:,} steps", err=True)
     if not run.summary["requests_finished"]:
         raise fail("no request could be served", WENT_WRONG)
 

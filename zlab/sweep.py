@@ -12,31 +12,13 @@ from rich.markup import escape
 
 from sim.interrupt import AtBoundary
 from sim.parallel import results
-from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario
 from sim.sweep import SEED, Point, Row, Value, points, run_point, split_values
-from zlab.cluster import Backend, BackendName, Cluster, Jobs, spread
-from zlab.options import (
-    AsJson,
-    BlockSize,
-    Cost,
-    Format,
-    GpuName,
-    HostBlocks,
-    KvBlocks,
-    LengthMultiplier,
-    MaxBatchedTokens,
-    MaxModelLen,
-    MaxRunning,
-    MemoryUtilisation,
-    ModelName,
-    PolicyName,
-    SkipBadRows,
-    Trace,
-)
+from zlab.cluster import SpreadOptions, spread
+from zlab.option_groups import with_groups
+from zlab.options import AsJson, PolicyName, ReadingOptions, ScenarioOptions, Trace
 from zlab.outcome import INTERRUPTED, WENT_WRONG, MisuseError, fail
 from zlab.progress import Bar
 from zlab.rows import WRITERS, write_rows
-from zlab.source import Source
 from zlab.tables import console, figure, milliseconds, plain_table, share
 
 Grid = Annotated[
@@ -52,31 +34,18 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", dir_okay=False, help="Where the rows go: .csv, .json or .parquet. A table is shown anyway."),
 ]
-
-
 HEAD = ("tokens/s", "TTFT p50 s", "p99", "TPOT p50 ms", "E2E p50 s", "running", "blocks", "preempted")
 
 
+@with_groups
 def sweep(
     trace: Trace,
+    *,
     grid: Grid,
     policy: PolicyName = "hybrid",
-    gpu: GpuName = "h200",
-    model: ModelName = "qwen3-8b",
-    kv_blocks: KvBlocks = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_running: MaxRunning = None,
-    max_model_len: MaxModelLen = None,
-    host_blocks: HostBlocks = None,
-    memory_utilisation: MemoryUtilisation = None,
-    length_multiplier: LengthMultiplier = 1.0,
-    cost: Cost = None,
-    format: Format = None,
-    skip_bad_rows: SkipBadRows = False,
-    jobs: Jobs = None,
-    backend: BackendName = Backend.loky,
-    cluster: Cluster = None,
+    given: ScenarioOptions,
+    reading: ReadingOptions,
+    spreading: SpreadOptions,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -85,27 +54,17 @@ def sweep(
     A point that cannot run is a row with its error. Exit code 0: at least one point ran; 1: none did; 2: misuse;
     130: interrupted (the rows that had finished are shown and written).
     """
-    base = Scenario(
-        policy=policy,
-        gpu=gpu,
-        model=model,
-        kv_blocks=kv_blocks,
-        block_size=block_size,
-        max_batched_tokens=max_batched_tokens,
-        max_running=max_running,
-        max_model_len=max_model_len,
-        host_blocks=host_blocks,
-        memory_utilisation=memory_utilisation,
-        length_multiplier=length_multiplier,
-        cost=cost,
-    )
+    base = given.scenario(policy)
     check_target(out)
     values = read_grid(grid)
-    source = Source(trace, format, skip_bad_rows)
+    source = reading.source(trace)
     workload = source.read if SEED in values else source.read(silent=as_json)
     todo = points(workload, values, base)
-    with spread(backend, jobs, cluster), Bar("sweep", len(todo), "points", as_json) as bar:
-        rows, interrupted = gather(todo, bar, in_this_process=jobs == 1 and backend is Backend.loky)
+    with (
+        spread(spreading.backend, spreading.jobs, spreading.cluster),
+        Bar("sweep", len(todo), "points", as_json) as bar,
+    ):
+        rows, interrupted = gather(todo, bar, spreading.in_this_process)
     ordered = [rows[index] for index in sorted(rows)]
     report(ordered, values, out, as_json)
     failed = sum(row.error is not None for row in ordered)
@@ -178,9 +137,7 @@ def report(rows: Sequence[Row], grid: Mapping[str, Sequence[Value]], out: Path |
         typer.echo(json.dumps({"points": [row.as_dict() for row in rows]}))
         return
     to = console()
-    table = plain_table(
-        *grid, "tokens/s", "TTFT p50 s", "p99", "TPOT p50 ms", "E2E p50 s", "running", "blocks", "preempted"
-    )
+    table = plain_table(*grid, *HEAD)
     for column in table.columns[: len(grid)]:
         column.no_wrap = True
     for row in rows:

@@ -101,6 +101,8 @@ def show_run(run: Run, workload: Workload, to: Console) -> None:
         f"at most {limits['max_running']} running and {limits['max_batched_tokens']:,} tokens a step; "
         f"costs: {manifest['cost']['source']}"
     )
+    for change in manifest.get("policy_changes", ()):
+        to.print(f"from step {change['step']:,} on: [bold]{escape(change['name'])}[/]")
     table = plain_table("", "value or mean", *MARKS[1:], "max")
     for label, key, show in SCALARS:
         table.add_row(label if simulated else label.replace(SIMULATED, "measured"), show(summary[key]))

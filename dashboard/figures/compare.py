@@ -27,33 +27,32 @@ LATENCY_COLUMNS = ("arrival_s", "first_token_s", "finish_s", "output_tokens", "s
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the table: key of the summary, words, unit, and whether more is better (None: neither)."""
+    """A row of the table: key of the summary, words, unit."""
 
     key: str
     words: str
     unit: str
-    more_is_better: bool | None
 
 
 TABLE = (
-    Figure("tokens_per_s", "output tokens a second", "tokens/s", True),
-    Figure("requests_per_s", "requests a second", "1/s", True),
-    Figure("makespan_s", "makespan", "s", False),
-    Figure("seconds_to_90pct", "until 90 % of the output", "s", False),
-    Figure("steps", "steps", "", False),
-    Figure("ttft_s.p50", "time to first token, p50", "s", False),
-    Figure("ttft_s.p99", "time to first token, p99", "s", False),
-    Figure("tpot_s.p50", "time per output token, p50", "s", False),
-    Figure("tpot_s.p99", "time per output token, p99", "s", False),
-    Figure("e2e_s.p99", "end to end, p99", "s", False),
-    Figure("preemptions", "preemptions", "", False),
-    Figure("recomputed_tokens", "recomputed tokens", "tokens", False),
-    Figure("compressions", "compressions", "", None),
-    Figure("prefix_hit_tokens", "prefix hits", "tokens", True),
-    Figure("running_mean", "running on average", "requests", None),
-    Figure("occupancy_mean", "pool in use on average", "pool share", None),
-    Figure("wasted_slots_mean", "unused slots in owned blocks", "pool share", False),
-    Figure("requests_refused", "refused", "requests", False),
+    Figure("tokens_per_s", "output tokens a second", "tokens/s"),
+    Figure("requests_per_s", "requests a second", "1/s"),
+    Figure("makespan_s", "makespan", "s"),
+    Figure("seconds_to_90pct", "until 90 % of the output", "s"),
+    Figure("steps", "steps", ""),
+    Figure("ttft_s.p50", "time to first token, p50", "s"),
+    Figure("ttft_s.p99", "time to first token, p99", "s"),
+    Figure("tpot_s.p50", "time per output token, p50", "s"),
+    Figure("tpot_s.p99", "time per output token, p99", "s"),
+    Figure("e2e_s.p99", "end to end, p99", "s"),
+    Figure("preemptions", "preemptions", ""),
+    Figure("recomputed_tokens", "recomputed tokens", "tokens"),
+    Figure("compressions", "compressions", ""),
+    Figure("prefix_hit_tokens", "prefix hits", "tokens"),
+    Figure("running_mean", "running on average", "requests"),
+    Figure("occupancy_mean", "pool in use on average", "pool share"),
+    Figure("wasted_slots_mean", "unused slots in owned blocks", "pool share"),
+    Figure("requests_refused", "refused", "requests"),
 )
 
 

@@ -1,6 +1,7 @@
 """Memory that compression works in: reserved once inside the memory budget, never allocated in the serving path."""
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,6 +65,14 @@ class CompressionWorkspace:
         floats, ints = _buffer_sizes(shape, capacity_blocks, max_requests)
         self._floats = {name: torch.empty(size, dtype=torch.float32, device=device) for name, size in floats.items()}
         self._ints = {name: torch.empty(size, dtype=torch.int32, device=device) for name, size in ints.items()}
+
+    def for_window(self, window: int) -> "CompressionWorkspace":
+        """The same memory for a window of at most the one that it was made for."""
+        if window > self.shape.window:
+            raise KernelInputError(f"a window of {window} does not fit a workspace for one of {self.shape.window}")
+        narrower = copy(self)
+        narrower.shape = replace(self.shape, window=window)
+        return narrower
 
     @staticmethod
     def bytes_needed(shape: CompressionShape, *, capacity_blocks: int, max_requests: int) -> int:

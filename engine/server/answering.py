@@ -37,24 +37,32 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client goes first."""
         began = time.monotonic()
-        status = 500
+        try:
+            with self._house.door.entered():
+                status = await self._attend(scope, receive, send)
+        except ApiError as error:
+            status = await self._say(error, scope, receive, send)
+        self._log(status, time.monotonic() - began)
+
+    async def _attend(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """The status that the client got; on every way out, what is left of the job is called off."""
         answering = asyncio.create_task(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            status = answering.result() if answering.done() else GONE.status_code
+            return answering.result() if answering.done() else GONE.status_code
         finally:
             answering.cancel()
             leaving.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
             if self._job is not None:
                 self._house.worker.abort(self._job, GONE)
-            self._log(status, time.monotonic() - began)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         try:
             async with asyncio.timeout(self._house.settings.request_timeout_s):
-                return await self._serve(scope, receive, send)
+                await self._serve(scope, receive, send)
+                return 200
         except TimeoutError:
             message = f"not answered within {self._house.settings.request_timeout_s:g} s"
             error = ApiError(504, message, code="timeout")
@@ -62,36 +70,36 @@ class Answer(Response):
                 self._house.worker.abort(self._job, error)
         except ApiError as caught:
             error = caught
-        if error.code == "slow_reader" and self._started:
-            return error.status_code  # nothing more would arrive; the connection is closed
-        if self._started:
-            await self._send(send, event(error.body) + DONE)
-            await self._send(send, b"", last=True)
-        else:
+        return await self._say(error, scope, receive, send)
+
+    async def _say(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> int:
+        """Tell the client what went wrong, as far as it still listens."""
+        if not self._started:
             response = error_response(error)
             response.headers[ID_HEADER] = self._ask.request_id
             await response(scope, receive, send)
+        elif error.code != "slow_reader":  # to whom nothing more would arrive: the connection is closed
+            await self._send(send, event(error.body) + DONE)
+            await self._send(send, b"", last=True)
         return error.status_code
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         ask, house = self._ask, self._house
-        with house.door.entered():
-            prompts = await house.prompts.off_loop(self._encode)
-            job = self._job = self._make_job(prompts)
-            house.worker.submit(job)
-            notes, events = await _accepted(job)
-            warnings = [*ask.warnings, *notes]
-            shape = self._shape()
-            if ask.streamed:
-                await self._stream(send, job, shape, warnings, events)
-                return 200
-            outputs = [Gathered(index) for index in range(job.num_outputs)]
-            async for delta in _deltas(job, events):
-                outputs[delta.index].add(delta)
-            response = Json(shape.whole(outputs, usage_of(job), warnings))
-            response.headers[ID_HEADER] = ask.request_id
-            await response(scope, receive, send)
-            return 200
+        prompts = await house.prompts.off_loop(self._encode)
+        job = self._job = self._make_job(prompts)
+        house.worker.submit(job)
+        notes, events = await _accepted(job)
+        warnings = [*ask.warnings, *notes]
+        shape = self._shape()
+        if ask.streamed:
+            await self._stream(send, job, shape, warnings, events)
+            return
+        outputs = [Gathered(index) for index in range(job.num_outputs)]
+        async for delta in _deltas(job, events):
+            outputs[delta.index].add(delta)
+        response = Json(shape.whole(outputs, usage_of(job), warnings))
+        response.headers[ID_HEADER] = ask.request_id
+        await response(scope, receive, send)
 
     async def _stream(self, send: Send, job: Job, shape: Shape, warnings: Warnings, events: list[Event]) -> None:
         head = {"type": "http.response.start", "status": 200}

@@ -27,6 +27,13 @@ class House:
     served_model: str
     max_model_len: int
     started_unix_s: float
+    at_close: tuple[Callable[[], None], ...] = ()  # what is left to do when the engine's thread has ended
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End what runs and the engine's thread, then do what is left to do."""
+        self.worker.stop(timeout_s)
+        for last in self.at_close:
+            last()
 
     async def ask_engine(self, function: Callable[[Sequence[Lane]], T]) -> T:
         """What `function(lanes)` returns, or raises, on the engine's thread between two steps."""

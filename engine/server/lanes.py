@@ -28,6 +28,9 @@ class Lane:
     Attributes:
         share: of the requests, 0..1, those whose id falls to this lane.
         since_unix_s: when its policy took over, `why`, and on what `evidence` (an id of the registry, or None).
+        before: the policy that decided before, with its evidence; None where there is nothing to go back to.
+        follows_live: it is a canary lane without a policy of its own, and runs what the live lane runs.
+        num_changes: policies that took over since the start.
         entries: its live outputs by request number.
         num_rebuilt: engines that were thrown away after a step that failed.
     """
@@ -39,6 +42,9 @@ class Lane:
     since_unix_s: float = field(default_factory=time.time)
     evidence: str | None = None
     why: str = "start"
+    before: tuple[Policy, str | None] | None = None
+    follows_live: bool = False
+    num_changes: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
     num_rebuilt: int = 0
 
@@ -63,7 +69,9 @@ class Lane:
         The old engine's requests are gone with it; the caller has told them. Raises what `build_engine` raises.
         """
         old = self.engine
-        settings = replace(old.settings, policy=self.policy, num_blocks=old.limits.num_blocks)
+        began_with = (old.settings.policy,) if old.settings.policy != self.policy else ()  # it may be gone back to
+        may_become = (*old.settings.may_become, *began_with)
+        settings = replace(old.settings, policy=self.policy, may_become=may_become, num_blocks=old.limits.num_blocks)
         loaded, device = old.loaded, old.cache.k.device
         self.entries.clear()
         del self.engine, old
@@ -103,10 +111,12 @@ def build_lanes(
     if not 0 < num_canary < num_blocks:
         raise EngineError(f"canary_share {canary_share} of {num_blocks} blocks leaves a lane without any")
     sizes = {LIVE: (1.0 - canary_share, num_blocks - num_canary), CANARY: (canary_share, num_canary)}
-    return [
+    lanes = [
         Lane(name, share, build_engine(replace(settings, num_blocks=size), loaded, make_sink(name)), make_sink)
         for name, (share, size) in sizes.items()
     ]
+    lanes[1].follows_live = True
+    return lanes
 
 
 def lane_of(lanes: Sequence[Lane], job: Job) -> Lane:

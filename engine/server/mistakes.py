@@ -3,12 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.errors import nearest
 from engine.server.errors import ApiError, invalid
-from engine.server.protocol import ChatRequest, CompletionRequest, ContentPart, Message, StreamOptions
+from engine.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    PolicyChangeRequest,
+    StreamOptions,
+)
 
 FIELDS = frozenset(
     name
-    for model in (CompletionRequest, ChatRequest, Message, ContentPart, StreamOptions)
+    for model in (CompletionRequest, ChatRequest, Message, ContentPart, StreamOptions, PolicyChangeRequest)
     for name in model.model_fields
 )
 EITHER = {  # fields that may be one of several things, of which each would complain by itself
@@ -24,6 +32,10 @@ def mistake(errors: Sequence[Any]) -> ApiError:
     first: Mapping[str, Any] = errors[0]
     if first["type"] == "json_invalid":
         return invalid(None, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "extra_forbidden":  # where a field too many is an error and no warning
+        field = str(first["loc"][-1])
+        known = PolicyChangeRequest.model_fields
+        return invalid(field, f"unknown field {field!r}{nearest(field, known)} (choices: {', '.join(known)})")
     path = [part for part in first["loc"][1:] if isinstance(part, int) or part in FIELDS]
     if not path:
         return invalid(None, "the body must be a JSON object, sent as application/json")

@@ -94,3 +94,23 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=0, le=MOST_TOKENS, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+
+class PolicyChangeRequest(BaseModel):
+    """What an administrator sends.
+
+    `policy` is TOML with every setting written out, `digest` what it and its `sources` (text of each own class's file)
+    must amount to. Without a policy, a canary ends: its lane follows the live one. `change` is the sender's number.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lane: Literal["live", "canary"]
+    policy: str | None = None
+    sources: dict[str, str] = Field(default_factory=dict)
+    name: str = "policy"
+    digest: str | None = None
+    who: str = Field(min_length=1, max_length=200)
+    why: str = Field(default="", max_length=2000)
+    evidence: str | None = None
+    change: int | None = None

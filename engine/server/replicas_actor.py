@@ -1,13 +1,20 @@
 """One replica: the whole application with its own engine, in a process that Ray Serve started."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import engine.server.replicas_environment  # noqa: F401  # before Ray
+
+# isort: split
 import torch
 from ray import serve
+from ray._common.tls_utils import add_port_to_grpc_server
+from ray.serve._private import replica as replica_process
 from starlette.types import ASGIApp
 
 from engine.build import EngineSettings
@@ -60,6 +67,8 @@ class Replica:
         self._id = context.replica_id.unique_id
         self._name = str(context.rank.rank)
         self._num_streams = 0
+        _listen_here_only()
+        logging.basicConfig(level=logging.INFO, format=f"replica {self._name}: %(levelname)s %(message)s", force=True)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._house, self._app = open_replica(self._name)
@@ -109,6 +118,15 @@ class Replica:
 
     def _pace_s(self) -> float:
         return self._num_streams / MOST_PARTS_PER_S
+
+
+def _listen_here_only() -> None:
+    """Keep the port that Ray Serve opens after this on the loopback interface; calls over it are not used here."""
+
+    def add_port(server: Any, address: str) -> int:
+        return int(add_port_to_grpc_server(server, address.replace("[::]", "127.0.0.1")))
+
+    replica_process.add_port_to_grpc_server = add_port  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
-import engine.server.replicas_environment  # noqa: F401  # before Ray
+from engine.server.replicas_environment import TOO_LATE  # before Ray
 
 # isort: split
 import ray
+import torch
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -30,6 +31,7 @@ MEMBERS_TIMEOUT_S = 8.0
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 60.0
 LAST_WORDS_S = 5.0
+LONGEST_FOLDER = 20
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -105,7 +107,7 @@ def cluster(open_replica: OpenReplica, settings: ClusterSettings) -> Iterator[Ra
     Raises EngineError when they cannot be started: what a replica raised, or too few GPUs.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    folder = tempfile.mkdtemp(prefix="zlab-ray-")
+    folder = tempfile.mkdtemp(prefix="zlab-ray-", dir=_short_folder())
     try:
         _start_ray(settings, folder)
         handle = _deploy(open_replica, settings)
@@ -119,9 +121,17 @@ def cluster(open_replica: OpenReplica, settings: ClusterSettings) -> Iterator[Ra
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _short_folder() -> str | None:
+    """Where Ray's sockets can lie: of the 107 characters that a socket's path may have, Ray takes 67."""
+    return None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
+
+
 def _start_ray(settings: ClusterSettings, folder: str) -> None:
-    if ray.is_initialized():
-        raise EngineError("Ray is in use in this process already")
+    if TOO_LATE or ray.is_initialized():
+        raise EngineError("Ray is in use in this process already: replicas need a process of their own")
+    num_gpus = torch.cuda.device_count()
+    if settings.on_gpu and num_gpus < settings.num_replicas:
+        raise EngineError(f"{settings.num_replicas} replicas need a GPU each, there are {num_gpus}")
     ray.init(
         address="local",  # never somebody else's cluster
         num_cpus=settings.num_replicas + 1,  # what a replica is counted as, not what it uses
@@ -132,12 +142,6 @@ def _start_ray(settings: ClusterSettings, folder: str) -> None:
         log_to_driver=settings.show_logs,
         _temp_dir=folder,
     )
-    address = ray.util.get_node_ip_address()
-    if address != "127.0.0.1" and os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0":
-        raise EngineError(f"Ray listens on {address}: it was imported before the server's replicas were")
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    if settings.on_gpu and num_gpus < settings.num_replicas:
-        raise EngineError(f"{settings.num_replicas} replicas need a GPU each, there are {num_gpus}")
 
 
 def _deploy(open_replica: OpenReplica, settings: ClusterSettings) -> "DeploymentHandle[Replica]":

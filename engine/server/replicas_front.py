@@ -6,7 +6,7 @@ server. What concerns all replicas (`/health`, `/metrics`, `/v1/policy`, every c
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -29,12 +29,29 @@ REPLICA_GRACE_S = 30.0  # a replica ends a request that takes too long by itself
 RETRY_AFTER_S = 2  # about what a replica takes to be missed
 
 
+class CallOff:
+    """Ends every request under way: what `engine.server.process.Process` knows as the worker of its tenant."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None  # replicas come back; the front itself has nothing that can break
+        self.on_failure: Callable[[], None] | None = None
+        self.called = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def stop(self) -> None:
+        """End them; from any thread."""
+        if self.loop is not None:
+            with suppress(RuntimeError):  # closed: nothing is under way
+                self.loop.call_soon_threadsafe(self.called.set)
+
+
 class Front:
     """An ASGI application over the replicas of a roster."""
 
     def __init__(self, roster: Roster, settings: ServerSettings, keys: Keys) -> None:
         self.roster = roster
         self.settings = settings
+        self.worker = CallOff()
         self.door = Door(settings.max_concurrent, lambda: RETRY_AFTER_S)
         self._homes: dict[str, tuple[str, _Answer]] = {}  # requests under way that brought an id: who has it
         limited = BodyLimit(self._serve, settings.max_body_bytes, settings.body_timeout_s)
@@ -43,6 +60,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request, or the server's start and end."""
         if scope["type"] == "lifespan":
+            self.worker.loop = asyncio.get_running_loop()
             await _live(receive, send, self.roster.open, self.roster.close)
         elif scope["type"] == "http":
             await self._checked(scope, receive, send)
@@ -77,32 +95,34 @@ class Front:
         await send({"type": "http.response.body", "body": report.body})
 
     async def _while_there(self, request: Forwarded, receive: Receive, send: Send) -> None:
-        """Answer by one replica, unless the client goes first."""
-        answering = asyncio.create_task(self._answer(request, send))
+        """Answer by one replica, unless the client goes first or all is called off."""
+        answer = _Answer(send, self.settings.write_timeout_s)
+        answering = asyncio.create_task(self._answer(request, answer))
         leaving = asyncio.create_task(_left(receive))
+        stopping = asyncio.create_task(self.worker.called.wait())
         try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answering, leaving, stopping), return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
         finally:
-            answering.cancel()
-            leaving.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+            for task in (answering, leaving, stopping):
+                task.cancel()
+            await asyncio.gather(answering, leaving, stopping, return_exceptions=True)
+        if stopping.done() and not stopping.cancelled() and not answer.complete:
+            await answer.fail(unavailable("the server is shutting down", "shutting_down"))
 
-    async def _answer(self, request: Forwarded, send: Send) -> None:
-        answer = _Answer(send, self.settings.write_timeout_s)
+    async def _answer(self, request: Forwarded, answer: "_Answer") -> None:
         try:
             async with asyncio.timeout(self.settings.request_timeout_s + REPLICA_GRACE_S):
                 await self._try_replicas(request, answer)
-        except (ApiError, TimeoutError, BrokenAnswerError) as caught:
-            match caught:
-                case ApiError():
-                    error = caught
-                case TimeoutError():
-                    error = ApiError(504, "the replica does not answer", code="timeout")
-                case _:
-                    error = ApiError(500, "the replica could not answer", code="request_failed")
-            await answer.fail(error)
+            return
+        except ApiError as caught:
+            error = caught
+        except TimeoutError:
+            error = ApiError(504, "the replica does not answer", code="timeout")
+        except BrokenAnswerError:
+            error = ApiError(500, "the replica could not answer", code="request_failed")
+        await answer.fail(error)
 
     async def _try_replicas(self, request: Forwarded, answer: "_Answer") -> None:
         """Hand the answer of one replica on; of another, when that one is lost before it has said anything."""
@@ -159,6 +179,7 @@ class _Answer:
 
     def __init__(self, send: Send, write_timeout_s: float) -> None:
         self.begun = False
+        self.complete = False
         self._send_now = send
         self._write_timeout_s = write_timeout_s
         self._is_stream = False
@@ -176,6 +197,7 @@ class _Answer:
     async def fail(self, error: ApiError) -> None:
         """Tell the client, as far as that still goes: what has begun and is no stream can only be broken off."""
         if not self.begun:
+            self.begun = self.complete = True
             await send_error(self._send_now, error)
         elif self._is_stream and error.code != "slow_reader":
             await self._send(event(error.body) + DONE, last=True)
@@ -184,6 +206,7 @@ class _Answer:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await self._send_now({"type": "http.response.body", "body": body, "more_body": not last})
+            self.complete = last
         except TimeoutError:
             raise ApiError(408, "the reader of this stream takes nothing", code="slow_reader") from None
 

@@ -36,7 +36,10 @@ def _described(kind: bytes, data: bytes) -> Headers:
 
 
 async def health(roster: Roster, door: Door) -> Report:
-    """200 while some replica takes requests, "ok" only when all do; otherwise 503."""
+    """200 while some replica takes requests, "ok" only when all do; otherwise 503.
+
+    A replica's own words come with its process and the outputs that were sent there and are open.
+    """
     replies = {reply.member.name: reply for reply in await roster.ask_all(Forwarded("GET", "/health"))}
     rows: dict[str, dict[str, Any]] = {}
     loads = roster.rule.loads
@@ -44,12 +47,12 @@ async def health(roster: Roster, door: Door) -> Report:
         reply = replies.get(name)
         if reply is None:
             rows[name] = {"status": "gone"}
-        elif reply.done and reply.member.id in loads:
-            rows[name] = {**_said(reply), "under_way": loads[reply.member.id]}
-        elif reply.done:
-            rows[name] = {**_said(reply), "status": "unhealthy", "reason": reply.member.trouble or "not caught up yet"}
-        else:
-            rows[name] = {**_said(reply), "status": "unhealthy"}
+            continue
+        row = rows[name] = {**_said(reply), "pid": reply.member.pid, "sent": loads.get(reply.member.id, 0)}
+        if not reply.done:
+            row["status"] = "unhealthy"
+        elif reply.member.id not in loads:
+            row |= {"status": "unhealthy", "reason": reply.member.trouble or "not caught up yet"}
     num_well = sum(row["status"] == "ok" for row in rows.values())
     all_well = num_well == len(rows)
     status = "draining" if door.shut else "ok" if all_well else "degraded" if num_well else "unhealthy"
@@ -63,13 +66,14 @@ async def health(roster: Roster, door: Door) -> Report:
 
 
 def metrics(roster: Roster, replies: Sequence[Reply]) -> Report:
-    """The samples of every replica under its label, and what the front itself counts.
+    """The samples of every replica that answers, under its label, and what the front itself counts.
 
-    Raises ApiError when no replica answers; a refusal by all is handed on.
+    A refusal is handed on.
     """
     done = {reply.member.name: reply.body.decode() for reply in replies if reply.done}
-    if not done and replies:
-        return together(replies)
+    refused = next((reply for reply in replies if reply.status and not reply.done), None)
+    if refused is not None and not done:
+        return Report(refused.status, refused.headers, refused.body)
     families = list(merged(done).values()) + _own_families(roster, set(done))
     data = page(families)
     return Report(200, _described(CONTENT_TYPE_LATEST.encode(), data), data)

@@ -40,6 +40,7 @@ class Roster:
         self._changes: list[Forwarded] = []  # that every replica has carried out
         self._caught_up: dict[str, int] = {}  # how many of them, by replica
         self._looking = asyncio.Lock()
+        self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -48,11 +49,10 @@ class Roster:
         self._task = asyncio.create_task(self._keep_looking())
 
     async def close(self) -> None:
-        """Look no more."""
+        """Look no more; a look under way is finished."""
+        self._closing.set()
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await self._task
 
     async def look(self) -> None:
         """Ask who is there. Newcomers carry out the changes so far before they are sent anything."""
@@ -121,7 +121,10 @@ class Roster:
 
     async def _keep_looking(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._closing.wait()
+                return
             try:
                 await self.look()
             except Exception as error:

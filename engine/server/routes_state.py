@@ -61,6 +61,8 @@ def describe_lanes(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
             "evidence": lane.evidence,
             "num_blocks": lane.engine.limits.num_blocks,
             "decision_digest": lane.engine.scheduler.digest(),
+            "follows_live": lane.follows_live,
+            "before": None if lane.before is None else lane.before[0].name,
             "rebuilt": lane.num_rebuilt,
         }
         for lane in lanes

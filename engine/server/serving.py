@@ -139,11 +139,10 @@ class Serving:
         return listen
 
     def _give(self, lane: Lane, entry: Entry, delta: Delta) -> None:
-        job = entry.job
-        job.stream.put(delta)
-        self._touched[job.stream] = job
         if delta.finish_reason is not None:
-            self._end_entry(lane, entry, delta.finish_reason)
+            self._end_entry(lane, entry, delta.finish_reason)  # counted before its client can know
+        entry.job.stream.put(delta)
+        self._touched[entry.job.stream] = entry.job
 
     def _end_entry(self, lane: Lane, entry: Entry, finish_reason: str) -> None:
         assert entry.finish_reason is None, f"{entry.id} has ended twice"

@@ -80,6 +80,7 @@ class EngineWorker:
         self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._held: deque[_Message] = deque()  # taken out of the mailbox, not applied yet
         self._stopping = False
+        self._closed = False  # the thread reads no message any more
         self._ready = threading.Event()
         self._beat_s = time.monotonic()
         self._crashes: deque[float] = deque()
@@ -138,9 +139,8 @@ class EngineWorker:
 
     def _send(self, message: _Message) -> None:
         self._mailbox.put(message)
-        if not self._ready.is_set() or self._thread.is_alive():
-            return
-        self._turn_away()  # nobody else will read it
+        if self._closed:
+            self._turn_away()  # nobody else will read it
 
     # the engine's thread
 
@@ -157,7 +157,7 @@ class EngineWorker:
             try:
                 self._turn(self._serving)
             except Exception as error:  # whatever a step raises concerns the requests of that lane
-                self._recover(self._serving, error)
+                self._mend(self._serving, error)
         self._end()
 
     def _turn(self, serving: Serving) -> None:
@@ -202,6 +202,13 @@ class EngineWorker:
                 case None:
                     self._held.popleft()
 
+    def _mend(self, serving: Serving, error: Exception) -> None:
+        try:
+            self._recover(serving, error)
+        except Exception as again:
+            LOG.critical("the engine's thread cannot mend itself: giving up", exc_info=again)
+            self.failure = again
+
     def _recover(self, serving: Serving, error: Exception) -> None:
         """Fail the requests of the lane that broke and build it anew; give up when that fails or happens too often."""
         self.state = "recovering"
@@ -234,6 +241,9 @@ class EngineWorker:
         if self._serving is not None:
             self._serving.give_up(self._why_gone())
             self.observers.stopped()
+        self._closed = True
+        while self._held:
+            self._mailbox.put(self._held.popleft())
         self._turn_away()
         if self.failure is not None and self.on_failure is not None:
             self.on_failure()
@@ -242,11 +252,10 @@ class EngineWorker:
         """Answer messages that nobody will carry out any more."""
         while True:
             try:
-                self._held.append(self._mailbox.get_nowait())
+                message = self._mailbox.get_nowait()
             except queue.Empty:
-                break
-        while self._held:
-            match self._held.popleft():
+                return
+            match message:
                 case _Submit(job):
                     Serving.refuse(job, self._why_gone())
                 case _Call(_, future) if future.set_running_or_notify_cancel():

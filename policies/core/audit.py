@@ -46,6 +46,11 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         assert chunk.count > 0
         assert end <= len(chunk.request.table) * size, f"{chunk.request.id} computes token {end} without a block"
         _writable(state, chunk.request, chunk.request.table[chunk.start // size : -(-end // size)])
+    window = min(state.policy.compression.window, size)
+    for task in plan.compressions:
+        seen = len(task.sources) * size - task.request.observed_from
+        assert task in plan.joined or task.request.observed_from >= 0, f"{task.request.id} is compressed without a slot"
+        assert task in plan.joined or seen >= window, f"{task.request.id} is compressed with {seen} of {window} queries"
     reading: set[int] = set()
     writing: set[int] = set()
     for task in state.compressing:
@@ -144,6 +149,7 @@ def _slots(state: State) -> None:
     assert slots.num_free == max(slots.num_slots - len(taken), 0), (
         f"{slots.num_free} of {slots.num_slots} slots free, {taken} taken"
     )
+    assert sorted((*slots.unheld, *taken)) == list(range(slots.capacity)), f"{slots.unheld} slots free, {taken} taken"
     assert all(request.line >= 0 for request in holders), "a request holds a slot and does not run"
     if slots.needed is NeedsSlot.ALWAYS:
         since = [request for line, request in state.running.items() if line >= state.since_line]

@@ -89,13 +89,14 @@ def _judge_window(state: State, request: Request) -> None:
     held = request.held_at_change = len(request.table) or request.swapped_blocks
     if not held or request.phase is Phase.COMPRESSING:
         return
-    limits, window = state.limits, state.policy.compression.window
+    limits = state.limits
+    window = min(state.policy.compression.window, limits.block_size)
     end = held * limits.block_size
     observed = request.observed_from >= 0 and end - request.observed_from >= window
     if request.slot >= 0 or request.compressions:
         if observed:
             request.missed_window = -1
-        elif held >= state.slots.limit(request.slot) and request.missed_window != held:
+        elif request.slot >= 0 and held >= state.slots.limit(request.slot) and request.missed_window != held:
             request.missed_window = held
             if state.slots.can_grow(request.slot, held + 1):
                 state.slots.hold(request.slot, held + 1)

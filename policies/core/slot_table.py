@@ -16,7 +16,7 @@ class SlotTable:
     whose peak is below the new floor because the pool has no more to set aside.
     """
 
-    __slots__ = ("_capacity", "_free", "_num_blocks", "_peaks", "floor", "needed", "num_slots", "total_peak")
+    __slots__ = ("_free", "_num_blocks", "_peaks", "capacity", "floor", "needed", "num_slots", "total_peak")
 
     def __init__(self, policy: Policy, limits: Limits) -> None:
         """Raise ConfigError when the slots and the budget cannot work in this pool."""
@@ -32,7 +32,7 @@ class SlotTable:
             )
         if self.needed is not NeedsSlot.NEVER and self.num_slots < 1:
             raise ConfigError(f"at least one query slot is needed, not {self.num_slots}")
-        self._capacity = self.num_slots  # slots that there are, most of all policies so far
+        self.capacity = self.num_slots  # slots that there are, most of all policies so far
         self._free = list(range(self.num_slots))
         heapify(self._free)
         self._peaks: dict[int, int] = {}
@@ -43,8 +43,8 @@ class SlotTable:
 
         Nobody gets more set aside than before; `hold` may then raise it.
         """
-        self._capacity = max(self.num_slots, old._capacity)
-        self._free = [slot for slot in range(self._capacity) if slot not in held]
+        self.capacity = max(self.num_slots, old.capacity)
+        self._free = [slot for slot in range(self.capacity) if slot not in held]
         self._peaks = {slot: max(num, min(old.peak(slot), self.floor or 0)) for slot, num in held.items()}
         self.total_peak = sum(self._peaks.values())
 
@@ -64,6 +64,11 @@ class SlotTable:
             raise ConfigError(f"a budget of {self.floor} blocks does not fit in a pool of {limits.num_blocks}")
 
     @property
+    def unheld(self) -> list[int]:
+        """Every slot that nobody holds, whether it may be given now or not."""
+        return sorted(self._free)
+
+    @property
     def num_free(self) -> int:
         """Slots that nobody holds and that may be given."""
         return max(self.num_slots - len(self._peaks), 0)
@@ -74,7 +79,7 @@ class SlotTable:
 
     def can_give_back(self, num_held: int) -> bool:
         """As `can_give`, for a compressed request on its way back: it needs one whatever the policy is now."""
-        num_slots = self.num_slots or self._capacity
+        num_slots = self.num_slots or self.capacity
         return num_slots > len(self._peaks) and self._fits(num_held)
 
     def _fits(self, num_held: int) -> bool:

@@ -6,14 +6,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.error import URLError
+from typing import IO
+from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
 
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+from playwright.sync_api import Browser, FloatRect, Locator, Page, Request, expect, sync_playwright
+from playwright.sync_api import Error as PlaywrightError
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(
@@ -28,41 +30,55 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000  # for what must come; a CI machine may have other work than ours
+TRY_AGAIN_MS = 5_000  # for what a page that is being drawn anew may have missed: a click, a hover
+MOST_STARTS = 5
 
 
 @contextmanager
 def serving(*roots: Path) -> Iterator[str]:
     """The dashboard on these folders; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "streamlit", "run", "dashboard", "--server.headless", "true",
-        "--server.address", "127.0.0.1", "--server.port", str(port), "--", *map(str, roots),
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with (
-        (roots[0] / "server.log").open("wb") as log,
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT) as server,
-    ):
-        try:
-            _wait(f"http://127.0.0.1:{port}/_stcore/health", server)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait(20)
+    with (roots[0] / "server.log").open("wb") as log:
+        port, server = _started(roots, log)
+        with server:
+            try:
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                server.terminate()
+                try:
+                    server.wait(PATIENCE_MS / 1000)
+                except subprocess.TimeoutExpired:
+                    server.kill()
 
 
-def _wait(url: str, server: "subprocess.Popen[bytes]") -> None:
-    until = time.monotonic() + 60
+def _started(roots: tuple[Path, ...], log: IO[bytes]) -> "tuple[int, subprocess.Popen[bytes]]":
+    """A server that answers, and its port; another if somebody was faster to take the port that was free just now."""
+    for _ in range(MOST_STARTS):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        command = [
+            sys.executable, "-m", "streamlit", "run", "dashboard", "--server.headless", "true",
+            "--server.address", "127.0.0.1", "--server.port", str(port), "--", *map(str, roots),
+        ]  # fmt: skip
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        if _answers(f"http://127.0.0.1:{port}/_stcore/health", server):
+            return port, server
+        server.kill()
+        server.wait()
+    raise RuntimeError(f"the dashboard did not start: {Path(log.name).read_text(errors='replace')[-2000:]}")
+
+
+def _answers(url: str, server: "subprocess.Popen[bytes]") -> bool:
+    until = time.monotonic() + PATIENCE_MS / 1000
     while time.monotonic() < until and server.poll() is None:
         try:
-            with urlopen(url, timeout=2):
-                return
-        except (URLError, OSError):
+            with urlopen(url, timeout=10):
+                return server.poll() is None
+        except OSError:
             time.sleep(0.2)
-    raise RuntimeError("the dashboard did not start")
+    return False
 
 
 @contextmanager
@@ -105,23 +121,68 @@ class Visitor:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the server has nothing more to say and every figure is drawn."""
-        self.page.wait_for_timeout(300)
+        """Wait until the server says that it has drawn the page, and every figure is there.
+
+        Just after a click it may not have begun yet: what must come of the click is to be waited for by itself.
+        """
         self.page.wait_for_function(
             "() => document.querySelector('[data-testid=stApp]')?.dataset.testScriptState === 'notRunning'"
             " && [...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.querySelector('.main-svg'))"
         )
-        self.page.wait_for_timeout(300)
 
     def view(self, name: str) -> None:
         """Choose a view by its button."""
         self.choose(name)
 
     def choose(self, name: str) -> None:
-        """Choose a segment of a control by its words."""
+        """Choose a segment of a control by its words, and wait until it is the chosen one."""
         segment = self.page.get_by_role("radio", name=name, exact=True)
-        segment.or_(self.page.get_by_role("button", name=name, exact=True)).first.click()
+        self.until(segment.click, lambda: expect(segment).to_be_checked(timeout=TRY_AGAIN_MS))
         self.settle()
+
+    def until(self, does: Callable[[], object], comes: Callable[[], object]) -> None:
+        """Do something, again and again if it goes unheard, until something comes of it.
+
+        `comes` waits for a little while and raises, as Playwright's own waits and assertions do, when it has not come.
+        """
+        until = time.monotonic() + PATIENCE_MS / 1000
+        while True:
+            try:
+                does()
+                comes()
+            except (PlaywrightError, AssertionError):
+                if time.monotonic() > until:
+                    raise
+            else:
+                return
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The page's address, as names and values."""
+        return {name: values[0] for name, values in parse_qs(urlsplit(self.page.url).query).items()}
+
+    def leads(self, condition: Callable[[dict[str, str]], object], timeout_ms: float = PATIENCE_MS) -> dict[str, str]:
+        """Wait until the page's address is as it should be; returns its names and values."""
+        self.page.wait_for_url(
+            lambda url: bool(condition({name: values[0] for name, values in parse_qs(urlsplit(url).query).items()})),
+            timeout=timeout_ms,
+            wait_until="commit",
+        )
+        return self.query
+
+    def box(self, inside: Locator) -> FloatRect:
+        """Where something lies in the window, once it has stopped to move: not while the page is drawn anew."""
+        inside.wait_for()
+        until = time.monotonic() + PATIENCE_MS / 1000
+        before = None
+        while time.monotonic() < until:
+            self.settle()
+            now = inside.bounding_box()  # None for a moment where the page is drawn anew
+            if now is not None and now == before:
+                return now
+            before = now
+            self.page.wait_for_timeout(200)
+        raise AssertionError(f"it never came to rest: {inside}, last seen at {before}")
 
     def shows(self, words: str) -> None:
         """Wait for words on the page."""

@@ -2,19 +2,20 @@
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
 pytest.importorskip("streamlit")
 pytest.importorskip("playwright")
 
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 from dashboard import archive
-from tests.dashboard.browser import CHROMIUM, Visitor, browsing, serving
+from tests.dashboard.browser import CHROMIUM, PATIENCE_MS, TRY_AGAIN_MS, Visitor, browsing, serving
 from tests.dashboard.recordings import folder, made
 from traces.recording import TABLES, FolderRecorder, Recording
 
@@ -70,11 +71,6 @@ def visitor(browser: Browser, address: str) -> Iterator[Visitor]:
     assert found.complaints == []
 
 
-def query(visitor: Visitor) -> dict[str, str]:
-    """The page's address, as names and values."""
-    return {name: values[0] for name, values in parse_qs(urlsplit(visitor.page.url).query).items()}
-
-
 def test_every_view_in_light_and_dark(themed: Visitor, request: pytest.FixtureRequest) -> None:
     theme = request.node.callspec.params["themed"]
     themed.open("?run=hybrid")
@@ -91,17 +87,18 @@ def test_every_view_in_light_and_dark(themed: Visitor, request: pytest.FixtureRe
 def test_zoom_by_a_box_brings_detail_and_a_link(visitor: Visitor, browser: Browser) -> None:
     visitor.open("?run=hybrid&view=Occupancy")
     plot = visitor.page.locator(".js-plotly-plot").first
-    area = plot.locator(".nsewdrag").first.bounding_box()
-    assert area is not None
-    x, y = area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.2
-    visitor.page.mouse.move(x, y)
-    visitor.page.mouse.down()
-    visitor.page.mouse.move(x + 60, y + 40, steps=4)
-    visitor.page.mouse.move(x + 200, y + 120, steps=4)
-    visitor.page.mouse.up()
-    visitor.page.wait_for_url(re.compile("from="))
-    visitor.settle()
-    link = query(visitor)
+
+    def drag() -> None:
+        area = visitor.box(plot.locator(".nsewdrag").first)
+        x, y = area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.2
+        visitor.page.mouse.move(x, y)
+        visitor.page.mouse.down()
+        visitor.page.mouse.move(x + 60, y + 40, steps=4)
+        visitor.page.mouse.move(x + 200, y + 120, steps=4)
+        visitor.page.mouse.up()
+
+    visitor.until(drag, lambda: visitor.leads(lambda link: "from" in link, TRY_AGAIN_MS))
+    link = visitor.leads(lambda link: {"from", "to", "first", "last"} <= set(link))
     assert link["run"] == "hybrid"
     last = Recording(folder("hybrid")).manifest["summary"]["makespan_s"]
     assert 0.2 * last < float(link["from"]) < float(link["to"]) < 0.6 * last
@@ -112,42 +109,47 @@ def test_zoom_by_a_box_brings_detail_and_a_link(visitor: Visitor, browser: Brows
     other.open("?" + urlsplit(visitor.page.url).query)  # the link alone brings a reader to the same place
     other.shows(f"blocks {link['first']} to {link['last']} of 96")
     other.page.close()
-    visitor.page.get_by_role("button", name="Show the whole run").click()
-    visitor.settle()
-    assert "from" not in query(visitor)
+    whole = visitor.page.get_by_role("button", name="Show the whole run")
+    visitor.until(whole.click, lambda: visitor.leads(lambda link: "from" not in link, TRY_AGAIN_MS))
     visitor.shows("blocks 0 to 95 of 96")
 
 
 def test_the_pointer_is_told_what_a_block_is(visitor: Visitor) -> None:
     visitor.open("?run=hybrid&view=Occupancy&first=10&last=30")
-    area = visitor.page.locator(".js-plotly-plot").first.locator(".nsewdrag").first.bounding_box()
-    assert area is not None
-    visitor.page.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.5)
-    visitor.page.locator(".hoverlayer .hovertext").first.wait_for()
-    said = visitor.page.locator(".hoverlayer").first.text_content() or ""
-    assert re.search(r"block 2\d: (owned|shared|free|cached|compression)", said)
+    plot = visitor.page.locator(".js-plotly-plot").first
+
+    def point() -> None:
+        area = visitor.box(plot.locator(".nsewdrag").first)
+        visitor.page.mouse.move(area["x"] + area["width"] * 0.3 - 1, area["y"] + area["height"] * 0.5)
+        visitor.page.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.5)
+
+    says = re.compile(r"block 2\d: (owned|shared|free|cached|compression)")
+    said = visitor.page.locator(".hoverlayer").first
+    visitor.until(point, lambda: expect(said).to_contain_text(says, timeout=TRY_AGAIN_MS))
     visitor.shot("hover", full=False)
 
 
 def test_colours_requests_and_stories_by_click(visitor: Visitor) -> None:
     visitor.open("?run=hybrid&view=Occupancy")
     visitor.choose("request")
-    assert query(visitor)["colour"] == "request"
+    visitor.leads(lambda link: link.get("colour") == "request")
     visitor.shot("by-request")
     layers = visitor.page.locator(".js-plotly-plot").nth(2)
     layers.scroll_into_view_if_needed()
-    area = layers.locator(".nsewdrag").first.bounding_box()
-    assert area is not None
-    for share in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):  # down through the layers until one answers
-        visitor.page.mouse.click(area["x"] + area["width"] * 0.5, area["y"] + area["height"] * (1 - share))
-        visitor.page.wait_for_timeout(400)
-        if "request" in query(visitor):
-            break
-    number = query(visitor)["request"]
+    area = visitor.box(layers.locator(".nsewdrag").first)
+    shares = iter((0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1))  # down through the layers until one answers
+
+    def click() -> None:
+        at = area["y"] + area["height"] * (1 - next(shares))
+        visitor.page.mouse.click(area["x"] + area["width"] * 0.5, at)
+
+    visitor.until(click, lambda: visitor.leads(lambda link: "request" in link, TRY_AGAIN_MS))
+    visitor.page.get_by_text(re.compile(r"Blocks of r\d+ in orange")).first.wait_for()
+    number = visitor.query["request"]
     visitor.shows(f"Blocks of r{number} in orange")
     visitor.view("Requests")
     visitor.shows("arrived with")
-    assert visitor.page.get_by_label("Request", exact=True).input_value() == number
+    expect(visitor.page.get_by_label("Request", exact=True)).to_have_value(number)
     visitor.shot("story")
 
 
@@ -176,10 +178,14 @@ def test_uploads(visitor: Visitor, tmp_path: Path) -> None:
     upload.set_input_files(whole)
     visitor.page.locator("[data-testid=stSidebar]").get_by_text("mine.zip").first.wait_for()
     visitor.settle()
-    visitor.page.locator("[data-testid=stSidebar] [data-testid=stSelectbox]").click()
-    visitor.page.get_by_role("option", name=re.compile("uploaded-mine")).click()
-    visitor.settle()
-    assert query(visitor)["run"].startswith("uploaded-mine")
+    option = visitor.page.get_by_role("option", name=re.compile("uploaded-mine"))
+
+    def pick() -> None:
+        visitor.page.keyboard.press("Escape")  # a list that is still open from before
+        visitor.page.locator("[data-testid=stSidebar] [data-testid=stSelectbox]").click()
+        option.click(timeout=TRY_AGAIN_MS)
+
+    visitor.until(pick, lambda: visitor.leads(lambda link: link["run"].startswith("uploaded-mine"), TRY_AGAIN_MS))
     huge = tmp_path / "huge.zip"
     with huge.open("wb") as file:
         file.truncate(200_000_000)
@@ -194,8 +200,9 @@ def test_play_runs_and_cancels(visitor: Visitor) -> None:
     visitor.shows("Running hybrid")
     visitor.page.get_by_role("progressbar").first.wait_for()
     visitor.shot("running")
-    visitor.page.get_by_role("button", name="Cancel").click()
-    visitor.shows("Cancelled after")
+    cancel = visitor.page.get_by_role("button", name="Cancel")  # drawn anew twice a second
+    cancelled = visitor.page.get_by_text("Cancelled after").first
+    visitor.until(lambda: cancel.click(timeout=TRY_AGAIN_MS), lambda: cancelled.wait_for(timeout=TRY_AGAIN_MS))
     visitor.open("?view=Play&most=12&num_blocks=128")
     visitor.page.get_by_role("button", name="Run", exact=True).click()
     visitor.shows("Done. The recording is in")
@@ -214,25 +221,29 @@ def test_live_follows_without_a_jump(visitor: Visitor, root: Path) -> None:
             part = tables[name].slice(int(rows * low), int(rows * high) - int(rows * low))
             recorder.write(name, {column: part[column] for column in part.column_names})
 
+    def num_steps() -> int:
+        return int((steps.text_content() or "0").replace(",", ""))
+
     grow(0.0, 0.2)
     visitor.open("?view=Live&run=growing&every=1")
     visitor.shows("This run is being written")
     steps = (
         visitor.page.locator("[data-testid=stMetric]").filter(has_text="Steps").locator("[data-testid=stMetricValue]")
     )
-    before = int((steps.text_content() or "0").replace(",", ""))
-    visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTo(0, 250)")
-    visitor.page.wait_for_timeout(300)
-    place = visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop")
-    assert place > 0
+    expect(steps).to_have_text(re.compile(r"^[\d,]+$"))
+    before = num_steps()
+    visitor.page.wait_for_function(  # the page may still be growing
+        "() => { const main = document.querySelector('[data-testid=stMain]'); main.scrollTo(0, 250);"
+        " return main.scrollTop === 250 }"
+    )
+    place = 250
     for tenth in range(2, 10):
         grow(tenth / 10, (tenth + 1) / 10)
+        visitor.page.wait_for_timeout(200)  # as a run would: a part now and then
+    until = time.monotonic() + PATIENCE_MS / 1000
+    while num_steps() <= 2 * before:
+        assert time.monotonic() < until
         visitor.page.wait_for_timeout(200)
-    for _ in range(100):
-        if int((steps.text_content() or "0").replace(",", "")) > 2 * before:
-            break
-        visitor.page.wait_for_timeout(200)
-    assert int((steps.text_content() or "0").replace(",", "")) > 2 * before
     visitor.page.wait_for_function(  # the figures have come along, too
         "seconds => document.querySelector('.js-plotly-plot')?.layout?.xaxis?.range?.[1] > seconds", arg=10.0
     )

@@ -163,13 +163,14 @@ def _check_budget(run: Watched) -> None:
         adaptive = hasattr(state.policy.budget, "most_tokens")
         if not adaptive:
             prompt_blocks = 0 if request.compressions else state.blocks_for(request.prefill_until)
-            assert len(request.table) <= max(state.floor, prompt_blocks)
+            assert len(request.table) <= max(state.floor, prompt_blocks, request.held_at_change)
 
 
 def _check_windows(engine: Engine, plan: StepPlan) -> None:
     """A compression finds all queries of its window: none is the poison that a slot holds when it is handed out."""
+    window = engine.policy.compression.window
     for task in plan.compressions:
-        queries = engine.cache.window_queries[:, task.request.slot]
+        queries = engine.cache.window_queries[:, task.request.slot, -window:]
         assert not (queries == POISON).any(), f"{task.request.id} is compressed without all of its queries"
 
 
@@ -182,10 +183,11 @@ def _poison(engine: Engine, plan: StepPlan) -> None:
     free = [block for block in free if block not in read]
     for part in (cache.k, cache.v):
         part[:, free] = POISON
-    if state.slots.num_slots:
+    num_slots = cache.shape.num_slots
+    if num_slots:
         cache.history[:, free] = POISON
         taken = {request.slot for request in state.requests.values()}
-        cache.window_queries[:, [slot for slot in range(state.slots.num_slots) if slot not in taken]] = POISON
+        cache.window_queries[:, [slot for slot in range(num_slots) if slot not in taken]] = POISON
 
 
 def play(

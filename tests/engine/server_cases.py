@@ -1,4 +1,4 @@
-"""A server under test: a tiny model with a tokenizer, a real socket, an engine whose steps can be let through one by one."""
+"""A server under test: a tiny model with a tokenizer, a real socket, an engine whose steps can be let through."""
 
 import asyncio
 import socket
@@ -19,6 +19,7 @@ from engine.build import EngineSettings
 from engine.loading import LoadedModel
 from engine.server.app import Routes, create_app
 from engine.server.house import House
+from engine.server.job import Entry
 from engine.server.keys import Keys
 from engine.server.lanes import Lane
 from engine.server.observing import Observer
@@ -58,14 +59,16 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 
 
 class Gate(Observer):
-    """Once closed, the engine's thread does a step only when it is let through."""
+    """Once closed, the engine's thread does a step only when it is let through. Counts what has ended, and how."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open = True
         self._permits = 0
-        self._resting = False  # before a step that is not permitted yet, or idle
+        self._at = "moving"  # "step": stands before one that is not permitted; "idle"; "moving"
         self.fault: Exception | None = None  # the next step raises it
+        self.num_arrived = self.num_idle = 0
+        self.about_to_step = ""
         self.num_ended: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
         self.lanes: dict[str, Lane] = {}
@@ -77,11 +80,11 @@ class Gate(Observer):
 
         def gated() -> bool:
             with self._changed:
-                self._resting = True
-                self._changed.notify_all()
+                self.about_to_step = lane.name
+                self._now_at("step")
                 self._changed.wait_for(lambda: self._open or self._permits)
-                self._resting = False
                 self._permits -= not self._open
+                self._now_at("moving")
             if self.fault is not None:
                 fault, self.fault = self.fault, None
                 raise fault
@@ -89,26 +92,31 @@ class Gate(Observer):
 
         lane.engine.loop.step = gated  # type: ignore[method-assign]
 
-    rebuilt = begin
+    def rebuilt(self, lane: Lane) -> None:
+        """Again."""
+        self.begin(lane)
 
     def idle(self) -> None:
         """The thread is about to sleep."""
         with self._changed:
-            self._resting = True
-            self._changed.notify_all()
+            self.num_idle += 1
+            self._now_at("idle")
 
-    def arrived(self, lane: Lane, entry: Any) -> None:
+    def arrived(self, lane: Lane, entry: Entry) -> None:
         """The thread is awake."""
-        self._resting = False
+        with self._changed:
+            self.num_arrived += 1
+            self._now_at("moving")
 
-    def ended(self, lane: Lane, entry: Any) -> None:
+    def ended(self, lane: Lane, entry: Entry) -> None:
         """Count terminal events."""
         self.num_ended[entry.id] = self.num_ended.get(entry.id, 0) + 1
-        self.reasons[entry.id] = entry.finish_reason
+        self.reasons[entry.id] = entry.finish_reason or "none"
 
     def close(self) -> None:
         """No step from now on but those let through."""
-        self._open = False
+        with self._changed:
+            self._open = False
 
     def open(self) -> None:
         """Steps as they come."""
@@ -116,20 +124,46 @@ class Gate(Observer):
             self._open = True
             self._changed.notify_all()
 
-    def rest(self) -> None:
-        """Wait until the thread stands before a step, or has nothing to do."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._resting, WAIT_S), "the engine's thread never came to rest"
-
     def let_through(self, num_steps: int = 1) -> None:
-        """So many steps, and wait until the thread rests again."""
+        """So many steps, each once the thread stands before it; then wait until it rests."""
         for _ in range(num_steps):
             with self._changed:
-                assert self._changed.wait_for(lambda: self._resting, WAIT_S)
+                self._wait("step")
                 self._permits += 1
-                self._resting = False
+                self._at = "moving"
                 self._changed.notify_all()
-            self.rest()
+                self._wait("step", "idle")
+
+    def until_idle(self) -> None:
+        """Wait until the thread sleeps."""
+        with self._changed:
+            self._wait("idle")
+
+    def _wait(self, *places: str) -> None:
+        assert self._changed.wait_for(lambda: self._at in places, WAIT_S), f"the engine's thread is {self._at}"
+
+    def _now_at(self, place: str) -> None:
+        self._at = place
+        self._changed.notify_all()
+
+
+class Later:
+    """A request on a thread of its own."""
+
+    def __init__(self, ask: Callable[[], httpx.Response]) -> None:
+        self._answers: list[httpx.Response] = []
+        self._thread = threading.Thread(target=lambda: self._answers.append(ask()))
+        self._thread.start()
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is no answer yet."""
+        return self._thread.is_alive()
+
+    def answer(self) -> httpx.Response:
+        """Wait for it."""
+        self._thread.join(WAIT_S)
+        return self._answers[0]
 
 
 class Served:
@@ -150,17 +184,32 @@ class Served:
         """A plain client."""
         return httpx.Client(base_url=self.url, timeout=WAIT_S, **more)
 
+    def later(self, path: str, body: Any, **more: Any) -> Later:
+        """One request that is answered while the test goes on."""
+        return Later(lambda: self.post(path, body, **more))
+
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         """One request by itself."""
         with self.http() as client:
             return client.post(path, json=body, **more)
+
+    def sent(self, num_requests: int) -> None:
+        """Wait until so many requests have been handed to the engine, with the gate closed."""
+        mailbox = self.house.worker._mailbox
+        wait_for(lambda: self.gate.num_arrived + mailbox.qsize() == num_requests, f"{num_requests} requests sent")
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        return socket.create_connection(("127.0.0.1", self.port), WAIT_S)
 
     def requests(self, lane: str = "live") -> list[Request]:
         """What the scheduler has; while the gate keeps the thread at rest."""
         return list(self.gate.lanes[lane].engine.scheduler.live())
 
     def step_until(self, phase: Phase, most_steps: int = 300) -> Request:
-        """Let steps through until a request is in that phase."""
+        """Let steps through until a request is in that phase; all that were sent are in the engine by then."""
+        wait_for(lambda: self.gate.num_arrived, "the first request")
+        self.gate.let_through()
         for _ in range(most_steps):
             for request in self.requests():
                 if request.phase is phase:
@@ -185,7 +234,6 @@ def _assert_free(lanes: Sequence[Lane]) -> None:
         assert not lane.engine.loop.sequences
         assert not lane.engine.runner.num_rows
         assert not lane.entries
-        assert lane.engine.compression is None or not lane.engine.compression.running
 
 
 @contextmanager
@@ -201,9 +249,7 @@ def served(
 ) -> Iterator[Served]:
     """A server on a free port of this machine; at its end all must be free (unless it is not to end well)."""
     gate = Gate()
-    house = open_house(
-        engine, settings, keys, "tiny", canary_share, [gate, *observers], loaded or lettered()
-    )
+    house = open_house(engine, settings, keys, "tiny", canary_share, [gate, *observers], loaded or lettered())
     listening = socket.create_server(("127.0.0.1", 0))
     process = Process(create_app(house, more_routes), house, "127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(process.serve([listening])))

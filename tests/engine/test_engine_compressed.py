@@ -1,20 +1,16 @@
 """Compressed runs: within their budget, the same joined early or late, beside neighbours, swapped, or preempted."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from policies.core.events import Kind
 from tests.engine.engine_cases import SMALL, Watched, mixed, play, prompt, request, watched
+from tests.engine.interpreter import passed_in_the_interpreter
 from tests.engine.kernel_cases import INTERPRETED
 
 HYBRID = "hybrid:tokens=24,window=4"
-ROOT = Path(__file__).resolve().parents[2]
 JOINS = ("boundary", "blocking", "when_done")
 
 
@@ -100,19 +96,7 @@ def test_swapped_out_and_back_the_tokens_are_the_same(policy: str, num_blocks: i
 
 @pytest.mark.skipif(INTERPRETED, reason="is the outer process")
 def test_torch_and_triton_kernels_give_the_same_tokens() -> None:
-    """Triton in its interpreter, in a process of its own (see test_kernels_interpreter.py)."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "in_the_interpreter"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, f"{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
-    assert "1 passed" in run.stdout
+    assert "1 passed" in passed_in_the_interpreter(__file__, "-k", "in_the_interpreter")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="is run by the test above")

@@ -10,7 +10,7 @@ from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from tests.engine.server_cases import HYBRID, ROOMY, Served, lettered, served
 
-GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0, "max_tokens": 40}
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0, "max_tokens": 30}
 PROMPTS = ["Hello there", "hello", "A longer prompt, so that blocks are filled and later compressed. " * 2, "7"]
 CHAT: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is 6 x 7?"}]
 
@@ -30,12 +30,13 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    settings = {name: getattr(ROOMY, name) for name in ("num_blocks", "block_size", "max_batched_tokens", "max_running")}
-    return LLM(policy=HYBRID, loaded=lettered(), device="cpu", max_model_len=ROOMY.max_model_len, **settings)
+    names = ("num_blocks", "block_size", "max_batched_tokens", "max_running", "max_model_len")
+    settings = {name: getattr(ROOMY, name) for name in names}
+    return LLM(policy=HYBRID, loaded=lettered(), device="cpu", **settings)
 
 
 def expected(llm: LLM, prompts: Any, **params: Any) -> list[Any]:
-    given = {"temperature": 0.0, "max_tokens": 40} | params
+    given = {"temperature": 0.0, "max_tokens": 30} | params
     return [result.outputs for result in llm.generate(prompts, SamplingParams(**given))]
 
 
@@ -143,7 +144,7 @@ def test_logprobs_of_a_completion(client: openai.OpenAI, llm: LLM) -> None:
     assert found.text_offset is not None
     assert found.text_offset == list(range(len(wanted.token_ids)))  # one letter a token
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert sum((getattr(piece, name) for piece in pieces), []) == getattr(found, name)
+        assert [item for piece in pieces for item in getattr(piece, name)] == getattr(found, name)
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
@@ -184,14 +185,14 @@ def test_stop_n_and_seed(client: openai.OpenAI, llm: LLM) -> None:
     assert first.usage.prompt_tokens == 10, "each prompt counts once"
     wanted = expected(llm, ["Hello", "there"], temperature=1.0, n=3, seed=5, max_tokens=12)
     assert texts == [output.text for outputs in wanted for output in outputs]
-    streamed = {index: "" for index in range(6)}
+    streamed = dict.fromkeys(range(6), "")
     for chunk in client.completions.create(stream=True, **drawn):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert list(streamed.values()) == texts
 
 
 def test_penalties_reach_the_engine(client: openai.OpenAI, llm: LLM) -> None:
-    given = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    given: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
     more = {"repetition_penalty": 1.3, "min_p": 0.01, "top_k": 50}
     answer = client.completions.create(prompt="aaaa", extra_body=more, **given, **GREEDY)
     (wanted,) = expected(llm, "aaaa", **given, **more)[0]

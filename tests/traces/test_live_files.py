@@ -13,7 +13,7 @@ from traces.asked import FILE, AskedFile, read_asked
 from traces.formats import check_trace, read_trace
 from traces.formats.native import RECORDED_LIVE, write_meta
 from traces.recording import TABLES, FolderRecorder, Recording
-from traces.tail import Tail, read_tail
+from traces.tail import Tail, read_tail, tail_path
 from traces.torn import TornLineWarning
 from traces.workload import TraceError, TraceRequest, WorkloadMeta, request_to_line
 
@@ -25,7 +25,7 @@ def events(*steps: int) -> dict[str, Any]:
 
 
 def test_a_tail_cut_at_any_byte_gives_its_whole_appends(tmp_path: Path) -> None:
-    path = tmp_path / "00000.tail"
+    path = tail_path(tmp_path, 0)
     tail = Tail(path, EVENTS)
     sizes = [path.stat().st_size]
     for step in range(2):
@@ -71,6 +71,42 @@ def test_a_tail_whose_part_is_there_counts_no_more(tmp_path: Path) -> None:
     recorder.checkpoint()
     pq.write_table(pa.table(events(0, 1), schema=EVENTS), tmp_path / "events" / "00000.parquet")
     assert Recording(tmp_path).table("events")["step"].to_pylist() == [0, 1]
+    recorder.leave()
+
+
+def requests(*numbers: int) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for field in TABLES["requests"]:
+        value = "x" if field.type == pa.string() else 0
+        columns[field.name] = [value] * len(numbers)
+    return columns | {"number": list(numbers)}
+
+
+def test_those_alive_at_a_checkpoint_are_read_with_those_that_ended(tmp_path: Path) -> None:
+    recorder = FolderRecorder(tmp_path, {})
+    recorder.write("requests", requests(1))
+    recorder.checkpoint(requests(0, 2), num_steps=2)
+    seen = Recording(tmp_path)
+    assert seen.table("requests", ("number",))["number"].to_pylist() == [1, 0, 2]
+    recorder.write("requests", requests(0))
+    recorder.checkpoint(requests(2, 3), num_steps=3)
+    assert Recording(tmp_path).table("requests")["number"].to_pylist() == [1, 0, 2, 3]
+    assert seen.table("requests")["number"].to_pylist() == [1, 0, 2], "the one before can still be read"
+    recorder.checkpoint(requests(), num_steps=4)
+    assert len(list(tmp_path.glob("alive-*"))) == 2
+    assert Recording(tmp_path).table("requests")["number"].to_pylist() == [1, 0]
+    recorder.write("requests", requests(2, 3))
+    recorder.close()
+    assert not list(tmp_path.glob("alive-*"))
+    assert Recording(tmp_path).table("requests")["number"].to_pylist() == [1, 0, 2, 3]
+
+
+def test_a_folder_of_parts_is_read_as_it_is_beside_its_tail(tmp_path: Path) -> None:
+    recorder = FolderRecorder(tmp_path, {}, rows_per_part=2)
+    recorder.write("events", events(0, 1))
+    recorder.write("events", events(2))
+    recorder.checkpoint()
+    assert pq.read_table(tmp_path / "events")["step"].to_pylist() == [0, 1]
     recorder.leave()
 
 

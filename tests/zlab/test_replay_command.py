@@ -206,3 +206,34 @@ def test_help_and_version(arguments: tuple[str, ...]) -> None:
     result = zlab(*arguments)
     assert result.exit_code == 0
     assert "zlab" in result.stdout
+
+
+def test_another_policy_takes_over_at_a_step() -> None:
+    words = ("--policy", "full-kv", "--change", "300:hybrid:budget.tokens=512", "--change", "900:full-kv")
+    shown = zlab("replay", SMALL, *SMALL_POOL, *words)
+    assert shown.exit_code == 0
+    assert "from step 300 on: hybrid:budget.tokens=512" in shown.stdout
+    assert shown.stdout.index("from step 300 on") < shown.stdout.index("from step 900 on: full-kv")
+    changed, plain = (
+        json.loads(zlab("replay", SMALL, *SMALL_POOL, *some, "--json").stdout) for some in (words, words[:2])
+    )
+    assert changed["compressions"] > 0 == plain["compressions"]
+    assert changed["requests_finished"] == plain["requests_finished"] == 16
+    assert changed["digest"] != plain["digest"]
+
+
+def test_changes_that_never_come_and_ones_that_make_no_sense() -> None:
+    late = zlab("replay", SMALL, *SMALL_POOL, "--change", "99999999:full-kv")
+    assert late.exit_code == 0
+    assert "--change 99999999:full-kv: the run was over after" in late.stderr
+    for words, said in (
+        ("hybrid", "must be STEP:POLICY, as 4000:hybrid, not 'hybrid'"),
+        ("5:hybird", "did you mean 'hybrid'"),
+        ("5:hybrid:budget.tokens=99999999", "does not fit in a pool of 40"),
+    ):
+        bad = zlab("replay", SMALL, *SMALL_POOL, "--change", words)
+        assert bad.exit_code == 2
+        assert said in bad.stderr
+    order = zlab("replay", SMALL, *SMALL_POOL, "--change", "5:hybrid", "--change", "4:full-kv")
+    assert order.exit_code == 2
+    assert "in order of their steps: 4 after 5" in order.stderr

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from policies.core.events import Kind
+from sim.recorded import RecordedRun
 from sim.redecide import redecide
 from tests.shared import REPOSITORY
 from traces.asked import read_asked
@@ -55,13 +57,19 @@ def test_a_killed_server_leaves_a_trace_and_a_recording(tmp_path: Path, num_rows
         warnings.simplefilter("ignore", TornLineWarning)
         workload = read_trace(folder / "trace-00000.jsonl")
         asked = read_asked(folder / "live")
+        checked = RecordedRun(folder / "live")
     assert len(workload) >= num_rows
     recording = Recording(folder / "live")
     assert not recording.complete
     rows = recording.manifest["rows"]
-    assert {table: recording.table(table).num_rows for table in TABLES} == rows
+    found = {table: recording.table(table).num_rows for table in TABLES}
+    found["requests"] -= recording.table("requests")["status"].to_pylist().count("unfinished")
+    assert found == rows
     assert any(folder.glob("live/*/*.tail"))
     run = load_run(folder / "live")
     assert run.summary["output_tokens"] > 0
     assert run.steps["step"].to_pylist() == list(range(run.steps.num_rows))
+    arrived = (run.events["kind"].to_numpy() == Kind.ARRIVED).sum()
+    assert sorted(run.requests["number"].to_pylist()) == list(range(arrived))
+    assert checked.requests.num_rows == arrived
     assert redecide(run.manifest, run.requests, run.events, asked).digest == run.manifest["digest"]

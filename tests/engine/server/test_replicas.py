@@ -1,0 +1,249 @@
+"""`zlab serve --replicas 2` as a process of its own, over Ray Serve, with two tiny replicas on the CPU."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from tests.shared import REPOSITORY
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="replicas need Ray: pip install 'zipage-lab[replicas]'"
+)
+BOUND_S = 240.0  # for anything that is waited for; a busy machine of two cores is slow to start six processes
+API_KEY, ADMIN_KEY = "a-key-of-the-api", "the-key-of-the-admin"
+AS_CLIENT = {"Authorization": f"Bearer {API_KEY}"}
+MARK = "ZLAB_TEST_SERVER"  # in the environment of everything that the process starts
+BLOCK_SIZE, NUM_BLOCKS = 16, 800
+LONG = 12_000  # tokens; nobody waits for their end
+POLICY = "full-kv"
+OPTIONS = {
+    "--model": "dummy:tiny", "--device": "cpu", "--replicas": "2", "--policy": POLICY, "--port": "0",
+    "--kv-blocks": str(NUM_BLOCKS), "--block-size": str(BLOCK_SIZE), "--max-running": "16",
+    "--max-batched-tokens": "256",
+}  # fmt: skip
+FOLDER = re.compile(r"/[^ ]*/zlab-ray-[a-z0-9_]+")
+LISTENING = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
+
+
+class Server:
+    """The process, and requests to it."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "zlab", "serve", *(word for pair in OPTIONS.items() for word in pair)],
+                cwd=REPOSITORY,
+                env=os.environ | {"ZLAB_API_KEY": API_KEY, "ZLAB_ADMIN_KEY": ADMIN_KEY, MARK: str(log)},
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+        self.url = ""
+
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: LISTENING.search(self.log) or self.process.poll() is not None, "the server listens")
+        found = LISTENING.search(self.log)
+        assert found is not None, self.log
+        self.url = found[1]
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def health(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=BOUND_S).json()
+        return found
+
+    def complete(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True} | fields
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=AS_CLIENT, timeout=BOUND_S)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    @contextlib.contextmanager
+    def stream(self, prompt: list[int], max_tokens: int) -> Iterator[Iterator[str]]:
+        """Events of a stream that has begun."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        with httpx.stream(
+            "POST", f"{self.url}/v1/completions", json=body, headers=AS_CLIENT, timeout=BOUND_S
+        ) as answer:
+            assert answer.status_code == 200
+            events = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+            next(events)
+            yield events
+
+    def family(self) -> dict[int, str]:
+        """Every process that came from this one, by id, whoever its parent is by now: its command line."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environment = (path / "environ").read_bytes()
+                if f"{MARK}={self._log}".encode() in environment:
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("ray") / "log")
+    try:
+        made.wait_until_ready()
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+        for pid in made.family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def prompt(first: int, num_tokens: int = 3 * BLOCK_SIZE) -> list[int]:
+    return [first, *range(1, num_tokens)]
+
+
+def test_both_replicas_are_well_and_nothing_listens_to_other_machines(server: Server) -> None:
+    found = server.health()
+    assert (found["status"], found["replicas_wanted"]) == ("ok", 2)
+    assert {row["status"] for row in found["replicas"].values()} == {"ok"}
+    pids = {row["pid"] for row in found["replicas"].values()}
+    assert len(pids) == 2
+    assert pids <= server.family().keys()
+    assert server.process.pid not in pids
+    assert open_ports(server.family().keys()) - {"0100007F", "0000000000000000FFFF00000100007F"} == set()
+
+
+def open_ports(pids: Any) -> set[str]:
+    """The local addresses, in the kernel's hexadecimal, on which these processes listen."""
+    addresses = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":  # listening
+                addresses[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for handle in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(addresses.get(os.readlink(handle), ""))
+    return found - {""}
+
+
+def test_answers_are_those_of_an_engine_without_a_server(server: Server) -> None:
+    prompts = [prompt(number, 20 + number) for number in range(6)]
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    llm = LLM("dummy:tiny", POLICY, device="cpu", num_blocks=64, block_size=BLOCK_SIZE, max_running=16)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    answers = [server.complete(each, max_tokens=24) for each in prompts]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0)
+    with client:
+        chunks = list(
+            client.completions.create(
+                model="tiny", prompt=prompts[0], max_tokens=24, temperature=0.0, stream=True,
+                extra_body={"return_token_ids": True}, stream_options={"include_usage": True},
+            )
+        )  # fmt: skip
+    streamed = [token for chunk in chunks for choice in chunk.choices for token in choice.token_ids or ()]  # type: ignore[attr-defined]
+    assert streamed == expected[0]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+def test_a_prefix_comes_back_to_the_blocks_that_hold_it(server: Server) -> None:
+    for first in range(100, 106):
+        before = server.complete(prompt(first))["usage"]["prompt_tokens_details"]["cached_tokens"]
+        again = [server.complete([*prompt(first), number])["usage"] for number in range(3)]
+        assert before == 0
+        assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in again] == [3 * BLOCK_SIZE] * 3
+
+
+def test_new_prefixes_use_both_replicas_and_a_client_that_leaves_frees_its_own(server: Server) -> None:
+    def under_way() -> list[int]:
+        return [row["under_way"] for row in server.health()["replicas"].values()]
+
+    with server.stream(prompt(200), LONG), server.stream(prompt(201), LONG):
+        assert under_way() == [1, 1]
+        assert [row["sent"] for row in server.health()["replicas"].values()] == [1, 1]
+    wait_for(lambda: under_way() == [0, 0], "the replicas notice that nobody reads")
+
+
+def test_errors_and_keys_are_those_of_a_single_server(server: Server) -> None:
+    def post(body: Any, headers: dict[str, str]) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=BOUND_S)
+
+    assert post({"prompt": [1]}, {}).json()["error"]["code"] == "invalid_api_key"
+    wrong = post({"prompt": [1], "n": 0}, AS_CLIENT)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "n")
+    assert post({"prompt": [1], "model": "other"}, AS_CLIENT).status_code == 404
+    large = post({"prompt": [1], "user": "x" * (5 << 20)}, AS_CLIENT)
+    assert large.status_code == 413
+
+
+def test_policy_is_told_of_every_replica(server: Server) -> None:
+    found = httpx.get(f"{server.url}/v1/policy", headers=AS_CLIENT, timeout=BOUND_S).json()
+    assert found["lanes"][0]["policy"] == POLICY
+    assert [row["lanes"][0]["digest"] for row in found["replicas"].values()] == [found["lanes"][0]["digest"]] * 2
+
+
+def test_a_replica_that_is_killed_is_replaced_and_only_its_streams_break(server: Server) -> None:
+    with server.stream(prompt(300), LONG) as broken:
+        rows = server.health()["replicas"]
+        victim = next(name for name, row in rows.items() if row["sent"])
+        with server.stream(prompt(301), 400) as whole:
+            answers: list[dict[str, Any]] = []
+            waiting = [
+                threading.Thread(
+                    target=lambda first=first: answers.append(server.complete(prompt(first), max_tokens=200))
+                )
+                for first in range(310, 314)
+            ]
+            for thread in waiting:
+                thread.start()
+            os.kill(rows[victim]["pid"], signal.SIGKILL)
+            *_, lost, done = broken
+            assert (json.loads(lost)["error"]["code"], done) == ("replica_lost", "[DONE]")
+            *_, last, done = whole
+            assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+            for thread in waiting:
+                thread.join(BOUND_S)
+            assert len(answers) == 4, "what had not begun to be answered is answered by the other"
+    wait_for(lambda: server.health()["status"] == "ok", "the replica is replaced")
+    assert server.health()["replicas"][victim]["pid"] != rows[victim]["pid"]
+    assert server.complete(prompt(302))["usage"]["completion_tokens"] == 8
+
+
+def test_the_first_sigterm_lets_what_runs_finish_and_leaves_nothing_behind(server: Server) -> None:
+    folders = {found[0] for command in server.family().values() if (found := FOLDER.search(command))}
+    assert len(folders) == 1
+    with server.stream(prompt(400), 200) as events:
+        server.process.send_signal(signal.SIGTERM)
+        *_, last, done = events
+    assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+    assert server.process.wait(BOUND_S) == 0, server.log
+    wait_for(lambda: not server.family(), "every process has ended")
+    assert not Path(*folders).exists()

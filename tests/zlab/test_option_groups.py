@@ -1,0 +1,121 @@
+"""A dataclass as one parameter of a command stands for all its fields, and every command names an option alike."""
+
+import inspect
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sim.scenario import DEFAULTS, Scenario
+from zlab import app
+from zlab.cluster import SpreadOptions
+from zlab.option_groups import with_groups
+from zlab.options import ReadingOptions, ScenarioOptions, SizeOptions
+
+Depth = Annotated[int, typer.Option("--depth", min=1, help="How deep.")]
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: Depth = 3
+    wide: Annotated[bool, typer.Option("--wide", help="How wide.")] = False
+
+
+@dataclass(frozen=True)
+class Outer:
+    colour: Annotated[str, typer.Option("--colour", help="Which colour.")] = "red"
+    inner: Inner = Inner()
+    weight: Annotated[float | None, typer.Option("--weight", help="How heavy.")] = None
+
+
+def command(seen: list[Any]) -> typer.Typer:
+    made = typer.Typer()
+
+    @made.command()
+    @with_groups
+    def paint(
+        what: Annotated[str, typer.Argument()], *, outer: Outer, times: Annotated[int, typer.Option()] = 1
+    ) -> None:
+        """Paint something."""
+        seen.extend((what, outer, times))
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "outer", "times"),
+    [
+        ((), Outer(), 1),
+        (("--wide", "--weight", "2"), Outer(inner=Inner(wide=True), weight=2.0), 1),
+        (("--depth", "7", "--times", "2", "--colour", "blue"), Outer("blue", Inner(7)), 2),
+    ],
+)
+def test_the_command_is_called_with_the_groups_made(words: tuple[str, ...], outer: Outer, times: int) -> None:
+    seen: list[Any] = []
+    result = CliRunner().invoke(command(seen), ["door", *words])
+    assert result.exit_code == 0, result.output
+    assert seen == ["door", outer, times]
+
+
+def test_a_fields_own_bounds_and_help_hold() -> None:
+    seen: list[Any] = []
+    result = CliRunner().invoke(command(seen), ["door", "--depth", "0"])
+    assert result.exit_code == 2
+    assert "--depth" in result.output
+    assert "greater than or equal to 1" in " ".join(result.output.replace("│", " ").split())
+    shown = CliRunner().invoke(command(seen), ["--help"]).output
+    assert "Paint something." in shown
+    places = [shown.index(name) for name in ("--colour", "--depth", "--wide", "--weight", "--times")]
+    assert places == sorted(places)
+    assert seen == []
+
+
+def test_what_could_not_be_told_apart_or_has_no_default_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Twin:
+        depth: Depth = 1
+
+    @dataclass(frozen=True)
+    class Lacking:
+        depth: Depth = field()
+
+    def twice(one: Inner, other: Twin) -> None: ...
+    def lacking(one: Lacking) -> None: ...
+
+    with pytest.raises(ValueError, match="duplicate parameter name: 'depth'"):
+        with_groups(twice)
+    with pytest.raises(AssertionError, match=r"Lacking\.depth has no default"):
+        with_groups(lacking)
+
+
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    callback = next(one.callback for one in app.registered_commands if one.callback and one.callback.__name__ == name)
+    return dict(inspect.signature(callback).parameters)
+
+
+@pytest.mark.parametrize("name", ["replay", "compare", "sweep"])
+def test_every_command_that_simulates_takes_all_of_a_scenario(name: str) -> None:
+    found = parameters(name)
+    options = [item.name for group in (SizeOptions, ScenarioOptions) for item in fields(group) if item.name != "sizes"]
+    assert len(options) == 11
+    assert {option: found[option].default for option in options} == {
+        option: getattr(DEFAULTS, option) for option in options
+    }
+    assert ScenarioOptions().scenario() == DEFAULTS
+    chosen = ScenarioOptions(gpu="h100", sizes=SizeOptions(block_size=32), cost="measured")
+    assert chosen.scenario("full-kv") == Scenario("full-kv", "h100", block_size=32, cost="measured")
+
+
+@pytest.mark.parametrize("name", ["replay", "compare", "sweep", "bench", "parity"])
+def test_an_option_is_the_same_in_every_command(name: str) -> None:
+    known = {
+        item.name: item.type
+        for group in (SizeOptions, ScenarioOptions, ReadingOptions, SpreadOptions)
+        for item in fields(group)
+    }
+    found = {option: one.annotation for option, one in parameters(name).items() if option in known}
+    own = {"bench": {"model", "memory_utilisation"}, "parity": {"model"}}.get(name, set())
+    assert len(found) > 6
+    assert {option for option, annotation in found.items() if annotation is not known[option]} == own

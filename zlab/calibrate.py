@@ -1,0 +1,129 @@
+"""`zlab calibrate`: measure a model on the device at hand, and fit the simulator's costs to it."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from sim.cost import COEFFICIENT_UNITS
+from sim.fitting import fit
+from sim.measurements import parse_measurements, read_measurements
+from sim.profile import PROFILES, Profile, save_profile
+from zlab.engine_options import Device, Dtype, engine_room
+from zlab.options import AsJson
+from zlab.outcome import MisuseError
+from zlab.tables import console, count, figure, plain_table, share
+
+MOST_SKIPPED_SHOWN = 8
+
+
+def calibrate(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="As of `zlab bench`: smollm2, a folder, FILE.gguf, dummy:qwen3-8b ..."),
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--from", dir_okay=False, help="Instead: fit measurements that lie in this file.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")] = 256,
+    max_running: Annotated[int, typer.Option("--max-running", min=1, help="Largest batch that is measured.")] = 256,
+    kv_blocks: Annotated[
+        int | None, typer.Option("--kv-blocks", min=1, help="Blocks in the pool; all that fit on a GPU if not given.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Begin no measurement after this time.")] = 270.0,
+    out: Annotated[
+        Path, typer.Option("--out", file_okay=False, help="Folder for the profile; where --profile looks, by default.")
+    ] = PROFILES,
+    keep: Annotated[
+        Path | None, typer.Option("--measurements", dir_okay=False, help="Write what was measured to this file, too.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure steps, compressions and copies of a model on this device, and write a profile for the simulator.
+
+    The profile is OUT/<gpu>-<model>-<dtype>.json: coefficients of a small physical model with their units, card, date,
+    versions, and how far they are off, on what they were fitted to and on what they were not. `zlab replay --profile`
+    then uses it, and `zlab trust` says what it is worth. What the device lacks is skipped, and named.
+    """
+    if (model is None) == (measured is None):
+        raise MisuseError("give either --model, to measure it, or --from FILE, to fit what was measured")
+    if not out.is_dir():
+        raise MisuseError(f"--out {out}: there is no such folder")
+    if measured is not None:
+        if keep is not None:
+            raise MisuseError(f"--from {measured} measures nothing: --measurements {keep} would hold nothing new")
+        found, skipped = read_measurements(measured), []
+    else:
+        document = _measure(
+            {
+                "model": model,
+                "device": device,
+                "dtype": dtype,
+                "block_size": block_size,
+                "max_running": max_running,
+                "num_blocks": kv_blocks,
+                "quick": quick,
+                "limit_s": seconds,
+            },
+            silent=as_json,
+        )
+        if keep is not None:
+            keep.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        found, skipped = parse_measurements(document), document["skipped"]
+    profile = fit(found)
+    path = save_profile(profile, out)
+    if as_json:
+        typer.echo(path.read_text("utf-8"), nl=False)
+        return
+    _show(profile, skipped)
+    typer.echo(f"profile in {path}")
+
+
+def _measure(given: dict[str, Any], silent: bool) -> dict[str, Any]:
+    with engine_room():
+        from engine.calibrate import CalibrationSettings, measure
+
+        to = console()
+        settings = CalibrationSettings(**{name: value for name, value in given.items() if value is not None})
+        if silent or not to.is_terminal:
+            return measure(settings)
+        with to.status("calibrating") as status:
+            return measure(settings, note=lambda text: status.update(escape(text)))
+
+
+def _show(profile: Profile, skipped: list[dict[str, str]]) -> None:
+    to = console()
+    to.print(
+        f"[bold]{escape(profile.name)}[/]: {escape(profile.card)}, {profile.date}, "
+        f"blocks of {profile.block_size} tokens, window {profile.window}"
+    )
+    table = plain_table("coefficient", "value", "unit")
+    for name, unit in COEFFICIENT_UNITS.items():
+        table.add_row(name, f"{profile.coefficients[name]:.4g}", unit)
+    to.print(table)
+    errors = plain_table("error", "cells", "mean", "largest", "mean, held out", "largest, held out")
+    for part, error in profile.fit_error.items():
+        other = profile.held_out_error.get(part)
+        errors.add_row(
+            part,
+            count(error.num_points),
+            share(error.mean_relative),
+            share(error.max_relative),
+            share(None if other is None else other.mean_relative),
+            share(None if other is None else other.max_relative),
+        )
+    to.print(errors)
+    also = plain_table("also measured", "value", "unit")
+    for name, other_figure in profile.also.items():
+        value = other_figure.value
+        also.add_row(name, figure(value) if 0.01 <= value < 1e6 else f"{value:.4g}", other_figure.unit)
+    to.print(also)
+    for row in skipped[:MOST_SKIPPED_SHOWN]:
+        to.print(escape(f"skipped {row['what']}: {row['reason']}"))
+    if len(skipped) > MOST_SKIPPED_SHOWN:
+        to.print(f"and {len(skipped) - MOST_SKIPPED_SHOWN} more cells")

@@ -1,0 +1,196 @@
+"""`zlab drift`: does what was served still go as the simulator says, under the load it was judged on?"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from policies.gates import Gates, State, Verdict, gates_from_toml
+from policies.measures import measures_of
+from policies.spec import load_policy
+from sim.cost import CostModel
+from sim.drift import Drift
+from sim.drift import drift as compare
+from sim.hardware import gpu_of_card
+from sim.profile import ProfileError, find_profile, from_profile, open_profile
+from sim.recorded import RecordedRun
+from traces.load_distance import LoadDifference, compare_loads
+from zlab.drift_table import show_drift, show_loads, show_verdicts
+from zlab.judged import check_profile, roofline_of
+from zlab.options import AsJson
+from zlab.outcome import WENT_WRONG, MisuseError
+from zlab.source import Source
+from zlab.tables import console
+
+PERCENT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>%?)\s*")
+
+
+@dataclass(frozen=True)
+class Loads:
+    """How the served load differs from one that the policy was judged on."""
+
+    trace: str
+    differences: tuple[LoadDifference, ...]
+
+    def beyond(self, distance: float | None) -> bool:
+        """Whether a distribution is further away than asked."""
+        return distance is not None and any(
+            not each.is_alike and each.distance is not None and each.distance.value > distance
+            for each in self.differences
+        )
+
+
+def drift(
+    run: Annotated[
+        Path, typer.Argument(help="A lane's recording of `zlab serve --record` (or of `zlab bench --out`).")
+    ],
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", "-p", help="Predict this candidate instead of the policy that served."),
+    ] = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option("--trace", "-t", help="What the policy was validated on: how far is the load from it? Repeat it."),
+    ] = None,
+    within: Annotated[
+        str, typer.Option("--within", help="How far live may be from the prediction, as 10% or 0.1.")
+    ] = "10%",
+    load_within: Annotated[
+        float | None,
+        typer.Option("--load-within", min=0.0, max=1.0, help="How far a distribution may be from that of --trace."),
+    ] = None,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows of time to look at one by one.")] = 6,
+    each_window: Annotated[
+        bool, typer.Option("--each-window", help="The throughput of every window must keep within, too.")
+    ] = False,
+    gates: Annotated[
+        Path | None,
+        typer.Option(
+            "--gates", dir_okay=False, help="Gates that live must keep; factors (1.5x) are of the prediction."
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", "--cost", help="Its name or FILE.json; that of the recording's card if not given."),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Row for a roofline instead, as h200.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Row or config.json for that roofline.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict a live recording in simulation and set prediction and live side by side.
+
+    The same arrivals with the lengths that came out are simulated under the recording's own policy, changes of it
+    included, or under a candidate. Compared are throughput, latencies, preemptions, compressions, prefix hits and
+    running requests, over all of it and in windows of time. Latencies are of requests that finished in both.
+
+    Exit code 0: live is within; 1: it is not, a gate is broken, or the recording is damaged; 2: misuse.
+    """
+    tolerance = _share(within)
+    if load_within is not None and not trace:
+        raise MisuseError("--load-within needs --trace: a load to measure the distance from")
+    candidate = None if policy is None else load_policy(policy)
+    checked = None if gates is None else _read_gates(gates)
+    sources = [Source(each) for each in trace or ()]
+    recorded = RecordedRun(run)
+    cost, notes = _cost(recorded, profile, gpu, model)
+    found = compare(recorded, cost, candidate, windows)
+    loads = [
+        Loads(source.spec, tuple(compare_loads(source.read(silent=as_json), recorded.load()))) for source in sources
+    ]
+    verdicts = _verdicts(checked, found)
+    apart = [gap.name for gap in found.whole.beyond(tolerance)]
+    late = [each for each in found.windows if any(gap.name == "tokens_per_s" for gap in each.beyond(tolerance))]
+    broken = [each for each in verdicts if each.state is State.FAILED]
+    far = [each for each in loads if each.beyond(load_within)]
+    if as_json:
+        typer.echo(json.dumps(_document(found, loads, verdicts, tolerance, apart, notes)))
+    else:
+        to = console()
+        show_drift(recorded, found, tolerance, notes, to)
+        show_loads([(each.trace, each.differences) for each in loads], to)
+        show_verdicts(verdicts, to)
+    if apart or broken or far or (each_window and late):
+        raise typer.Exit(WENT_WRONG)
+
+
+def _share(text: str) -> float:
+    """A tolerance as a share of one. Raises MisuseError."""
+    found = PERCENT.fullmatch(text)
+    if found is None:
+        raise MisuseError(f"--within must be a share, as 10% or 0.1, not {text!r}")
+    number = float(found["number"])
+    return number / 100.0 if found["unit"] else number
+
+
+def _read_gates(path: Path) -> Gates:
+    try:
+        return gates_from_toml(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise MisuseError(f"--gates {path}: cannot be read ({error})") from error
+
+
+def _cost(run: RecordedRun, name: str | None, gpu: str | None, model: str | None) -> tuple[CostModel, list[str]]:
+    """The profile that is named, or the roofline of a card that is; else the profile of the recording's own card."""
+    card = gpu_of_card(str(run.manifest["gpu"]))
+    if name is not None and (gpu is not None or model is not None):
+        raise MisuseError("--profile has measured costs: --gpu and --model name a roofline instead")
+    if name is None and (gpu is not None or model is not None):
+        return roofline_of(run, gpu or card, model), []
+    try:
+        found = (
+            find_profile(card, str(run.manifest["model"]), str(run.manifest["engine"]["dtype"]))
+            if name is None
+            else open_profile(name)
+        )
+    except ProfileError as error:
+        if name is not None:
+            raise
+        return roofline_of(run, card, model), [f"{error}; costs are the roofline's"]
+    return from_profile(found), check_profile(found, run)
+
+
+def _verdicts(gates: Gates | None, found: Drift) -> Sequence[Verdict]:
+    if gates is None:
+        return ()
+    return gates.check(measures_of(found.live_summary), measures_of(found.predicted_summary))
+
+
+def _document(
+    found: Drift,
+    loads: Sequence[Loads],
+    verdicts: Sequence[Verdict],
+    tolerance: float,
+    apart: Sequence[str],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    def window(of: Any) -> dict[str, Any]:
+        gaps = {gap.name: {"live": gap.live, "predicted": gap.predicted, "relative": gap.relative} for gap in of.gaps}
+        return {"start_s": of.start_s, "end_s": of.end_s, "num_requests": of.num_requests, "figures": gaps}
+
+    return {
+        "policy": found.policy,
+        "cost": found.cost_source,
+        "within": tolerance,
+        "beyond": list(apart),
+        "num_compared": found.num_compared,
+        "whole": window(found.whole),
+        "windows": [window(each) for each in found.windows],
+        "loads": [
+            {"trace": each.trace, "differences": [asdict(difference) for difference in each.differences]}
+            for each in loads
+        ],
+        "gates": [
+            {
+                "gate": each.gate.written,
+                "state": each.state.value,
+                "measured": each.measured,
+                "limit": each.limit,
+            }
+            for each in verdicts
+        ],
+        "notes": list(notes),
+    }
