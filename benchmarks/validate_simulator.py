@@ -42,7 +42,7 @@ from traces.workload import TraceRequest, Workload, WorkloadMeta
 PARTS = ("calibrate", "closed", "timed", "grid")
 CLOSED = ("W1", "W2", "W4")
 POLICIES = ("full-kv", "hybrid", "hybrid:join=blocking")
-SLICE_S = (0.0, 600.0)
+SLICE_S = 600.0
 PACKING_S = 15.0  # and for a run that is cut a little late
 PIECE_BYTES = 15 << 20
 LEAST_S = 2.0  # less time than this and a run is left out
@@ -129,7 +129,7 @@ def points(parts: tuple[str, ...], size: Size) -> Iterator[Point]:
             for policy in POLICIES:
 
                 def timed(file: str = file, speed: float = speed) -> Workload:
-                    slice_ = cut(read_trace(shared("traces", file)), *SLICE_S)
+                    slice_ = cut(read_trace(shared("traces", file)), 0.0, SLICE_S * speed)
                     return small(slice_ if speed == 1.0 else faster(slice_, speed), size)
 
                 yield Point(f"{name}-{_plain(policy)}", timed, policy, size.pool_blocks, False, 2.0)

@@ -181,6 +181,7 @@ class _Calibration:
     @contextmanager
     def _stage(self, policy: str, loaded: LoadedModel | None = None, num_blocks: int | None = None) -> Iterator[Stage]:
         given = self._settings
+        free_memory()  # of the stage before
         self._note(f"{policy}: engine and graphs")
         chosen = EngineSettings(
             model=given.model,
@@ -192,10 +193,7 @@ class _Calibration:
             device=given.device,
             dtype=given.dtype,
         )
-        try:
-            yield Stage(chosen, loaded or self._loaded)
-        finally:
-            free_memory()
+        yield Stage(chosen, loaded or self._loaded)
 
     def _add(self, part: str, what: str, cell: Callable[..., Cell | list[Cell]], stage: Stage, *sizes: Any) -> None:
         """Measure one cell, or say why it is not there."""
