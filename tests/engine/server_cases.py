@@ -30,7 +30,7 @@ from engine.tokenizer import Tokenizer
 from policies.core.request import Phase, Request
 from tests.engine.engine_cases import SMALL, VOCABULARY, tiny
 
-WAIT_S = 60.0  # for what must come; nobody waits that long but for a fault
+WAIT_S = 180.0  # for what must come; nobody waits that long but for a fault
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 END = "<end>"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
