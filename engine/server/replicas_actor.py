@@ -86,8 +86,9 @@ class Replica:
             raise RuntimeError(self._house.worker.trouble())
 
     async def __del__(self) -> None:
-        """Called by Ray Serve before the process ends."""
-        await asyncio.to_thread(self._house.close)
+        """Called by Ray Serve before the process ends, also of a replica that could not be opened."""
+        if hasattr(self, "_house"):
+            await asyncio.to_thread(self._house.close)
 
     def _pace_s(self) -> float:
         return self._num_streams / MOST_PARTS_PER_S
