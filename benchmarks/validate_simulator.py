@@ -33,7 +33,7 @@ from engine.calibrate_stage import free_memory
 from engine.loading import LoadedModel, load_model
 from engine.replay import ReplaySettings, replay
 from sim.fitting import fit
-from sim.measurements import parse_measurements
+from sim.measurements import MeasurementError, parse_measurements
 from sim.profile import save_profile
 from traces.formats import read_trace
 from traces.reshape import cut, faster, longer
@@ -185,10 +185,14 @@ def calibration(options: argparse.Namespace, loaded: LoadedModel, size: Size, se
     )
     document = measure(settings, loaded)
     (options.out / "measurements.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-    profile = fit(parse_measurements(document))
+    print({"calibrated_s": round(document["wall_s"], 1), "skipped": document["skipped"]}, flush=True)
+    try:
+        profile = fit(parse_measurements(document))
+    except MeasurementError as error:  # the recordings are worth having all the same
+        print({"not fitted": str(error)}, flush=True)
+        return
     save_profile(profile, options.out)
-    held_out = {part: round(error.mean_relative, 4) for part, error in profile.held_out_error.items()}
-    print({"calibrated_s": round(document["wall_s"], 1), "held_out_error": held_out}, flush=True)
+    print({part: round(error.mean_relative, 4) for part, error in profile.held_out_error.items()}, flush=True)
 
 
 def pack(folder: Path, out: Path) -> list[str]:
