@@ -1,5 +1,6 @@
 """From settings to an engine that runs: model, cache, scheduler, runner and loop put together."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -206,8 +207,7 @@ def _limits(
     if settings.num_blocks is not None:
         return limits
     floor = _largest_budget(policies, limits.block_size)
-    slots = limits.max_running if floor is not None else 0
-    shape = _shape(loaded, policies, limits, slots)
+    shape = _shape(loaded, policies, limits, 0 if floor is None else 1)
     if device.type != "cuda":
         return replace(limits, num_blocks=blocks_that_fit(replace(shape, num_slots=0), dtype, HOST_CACHE_BYTES, 0))
     free, total = torch.cuda.mem_get_info(device)
@@ -217,7 +217,9 @@ def _limits(
     logits = 8 * limits.max_running * loaded.config.vocab_size
     workspace = _workspace_bytes(shape, limits, floor) if floor is not None else 0
     reserved = num_engines * (GRAPH_RESERVE_BYTES + activations + logits + workspace)
-    return replace(limits, num_blocks=blocks_that_fit(shape, dtype, usable, reserved))
+    largest = replace(limits, num_blocks=blocks_that_fit(shape, dtype, usable, reserved))
+    slots = Reserved.of(policies, largest).num_slots  # the pool without them is larger, and has no fewer
+    return replace(limits, num_blocks=blocks_that_fit(replace(shape, num_slots=slots), dtype, usable, reserved))
 
 
 def _shape(loaded: LoadedModel, policies: Sequence[Policy], limits: Limits, slots: int) -> CacheShape:
@@ -239,8 +241,10 @@ def _compression_shape(shape: CacheShape) -> CompressionShape:
 
 
 def _workspace_bytes(shape: CacheShape, limits: Limits, floor: int) -> int:
+    """What a workspace takes at most, however many blocks there come to be."""
+    unbounded = replace(limits, num_blocks=sys.maxsize)
     return CompressionWorkspace.bytes_needed(
-        _compression_shape(shape), capacity_blocks=_capacity(limits, floor), max_requests=MOST_COMPRESSED_AT_ONCE
+        _compression_shape(shape), capacity_blocks=_capacity(unbounded, floor), max_requests=MOST_COMPRESSED_AT_ONCE
     )
 
 

@@ -93,6 +93,7 @@ class _Calibration:
             part: [] for part in ("steps", "compressions", "beside", "swaps", "sampling", "host")
         }
         self._skipped: list[dict[str, str]] = []
+        self._stopped = ""  # why the engine of this stage can do nothing more
         self._window = load_policy("hybrid").compression.window
 
     def steps(self) -> None:
@@ -102,14 +103,14 @@ class _Calibration:
             for blocks in grid.contexts:
                 for batch in self._batches(grid.batches):
                     self._add("steps", f"decode {batch} x {blocks}", decode_cell, stage, batch, blocks, *self._times)
-            for chunks in grid.prefills:
-                self._add("steps", _words("prefill", chunks), _checked_prefill, stage, chunks, grid.repeats)
-            for batch in self._batches(grid.mixed_batches, max(chunks.number for chunks in grid.mixed)):
-                self._add_mixed(stage, batch)
-            for batch in self._batches(grid.sampled):
-                self._add("sampling", f"draw {batch}", self._drawn, stage, batch)
             for blocks in grid.swapped:
                 self._add("swaps", f"swap {blocks} blocks", swap_cells, stage, blocks, grid.repeats)
+            for batch in self._batches(grid.mixed_batches, max(chunks.number for chunks in grid.mixed)):
+                self._add("steps", f"prefill beside {batch} decodes", self._mixed, stage, batch)
+            for chunks in grid.prefills:
+                self._add("steps", _words("prefill", chunks), _checked_prefill, stage, chunks, grid.repeats)
+            for batch in self._batches(grid.sampled):
+                self._add("sampling", f"draw {batch}", self._drawn, stage, batch)
 
     def compressions(self) -> None:
         """Compressions beside decodes, and alone."""
@@ -132,10 +133,13 @@ class _Calibration:
         """Steps of the smallest model there is: nearly nothing but the host's part."""
         if find_device(self._settings.device).type == "cpu":
             return self._skip("host", "without a GPU the host is the device")
-        smallest = load_model(SMALLEST, device=self._settings.device)
-        with self._stage("full-kv", smallest, num_blocks=4 * self._settings.max_running) as stage:
-            for batch in self._batches(self._grid.hosted):
-                self._add("host", f"host {batch}", decode_cell, stage, batch, 1, *self._times)
+        try:
+            smallest = load_model(SMALLEST, device=self._settings.device)
+            with self._stage("full-kv", smallest, num_blocks=4 * self._settings.max_running) as stage:
+                for batch in self._batches(self._grid.hosted):
+                    self._add("host", f"host {batch}", decode_cell, stage, batch, 1, *self._times)
+        except RuntimeError as error:  # no fit needs it
+            self._skip("host", f"{SMALLEST} does not run here: {error}")
         return None
 
     def document(self) -> Cell:
@@ -181,7 +185,9 @@ class _Calibration:
     @contextmanager
     def _stage(self, policy: str, loaded: LoadedModel | None = None, num_blocks: int | None = None) -> Iterator[Stage]:
         given = self._settings
+        free_memory()  # of the stage before
         self._note(f"{policy}: engine and graphs")
+        self._stopped = ""
         chosen = EngineSettings(
             model=given.model,
             policy=policy,
@@ -192,15 +198,12 @@ class _Calibration:
             device=given.device,
             dtype=given.dtype,
         )
-        try:
-            yield Stage(chosen, loaded or self._loaded)
-        finally:
-            free_memory()
+        yield Stage(chosen, loaded or self._loaded)
 
     def _add(self, part: str, what: str, cell: Callable[..., Cell | list[Cell]], stage: Stage, *sizes: Any) -> None:
         """Measure one cell, or say why it is not there."""
-        if self._deadline.over:
-            return self._skip(what, f"the {self._settings.limit_s:.0f} s were over")
+        if self._stopped or self._deadline.over:
+            return self._skip(what, self._stopped or f"the {self._settings.limit_s:.0f} s were over")
         self._note(what)
         try:
             found = cell(stage, *sizes)
@@ -208,21 +211,22 @@ class _Calibration:
             stage.empty()
             stage.take()
             return self._skip(what, str(error))
+        except RuntimeError as error:  # out of memory, say: what was measured so far is not to be lost
+            self._stopped = f"the engine stopped at {what}: {error}"
+            return self._skip(what, self._stopped)
         self._cells[part] += found if isinstance(found, list) else [found]
         return None
 
-    def _add_mixed(self, stage: Stage, batch: int) -> None:
-        grid = self._grid
-        if self._deadline.over:
-            return self._skip(f"mixed beside {batch}", f"the {self._settings.limit_s:.0f} s were over")
-        self._note(f"prefill beside {batch} decodes")
+    def _mixed(self, stage: Stage, batch: int) -> list[Cell]:
+        """Prefill chunks beside a batch, those that fit."""
+        grid, measured = self._grid, []
         cells = mixed_cells(stage, batch, grid.mixed_context, grid.mixed, grid.repeats)
         for chunks, found in zip(grid.mixed, cells, strict=True):
             if isinstance(found, str):
                 self._skip(_words(f"mixed beside {batch}", chunks), found)
             else:
-                self._cells["steps"].append(found)
-        return None
+                measured.append(found)
+        return measured
 
     def _drawn(self, stage: Stage, batch: int) -> Cell:
         """The same decode steps with tokens drawn, and with the most probable taken."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.calibrate_grid import Chunks
 from engine.calibrate_stage import GREEDY, Stage, Steps, spread
+from engine.errors import EngineError
 from engine.sampling_params import SamplingParams
 
 SIGMA = 0.6  # of the lognormal lengths of a batch
@@ -17,7 +18,7 @@ WARM = 4  # steps before the first that counts: the batch has settled and its gr
 Cell = dict[str, Any]
 
 
-class CellError(RuntimeError):
+class CellError(EngineError):
     """A cell that cannot be measured here, with the reason."""
 
 

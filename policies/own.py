@@ -66,6 +66,7 @@ def _from_file(spec: str, error: type[Exception]) -> type[Any]:
             for key, value in vars(module).items()
             if isinstance(value, type) and value.__module__ == module.__name__
         ]
-        raise error(f"{spec}: the file has no class {name!r} (it has: {', '.join(classes) or 'none'})")
+        wrong = f"the file has no class {name!r}" if name else f"which class of the file? Write {file}:CLASS"
+        raise error(f"{spec.removesuffix(':')}: {wrong} (it has: {', '.join(classes) or 'none'})")
     cls.own_source = path.read_text("utf-8")  # type: ignore[attr-defined]
     return cls

@@ -40,7 +40,7 @@ class MemorySettings:
             if getattr(self, key) < 0:
                 raise SimError(f"{key} must be at least 0, got {getattr(self, key)}")
         if not 0.0 < self.utilisation <= 1.0:
-            raise SimError(f"utilisation must be above 0 and at most 1, got {self.utilisation!r}")
+            raise SimError(f"memory utilisation must be above 0 and at most 1, got {self.utilisation!r}")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise SimError(f"max_model_len must be at least 1, got {self.max_model_len}")
         if self.num_slots and self.budget_blocks < 2:

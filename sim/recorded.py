@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from policies.changes import read_changes
 from policies.core.events import ROW, Kind
 from policies.core.limits import Limits
 from policies.core.policy import Join, Policy
 from policies.spec import policy_from_toml
+from sim.changing import Change
 from sim.cost import CostModel
 from sim.errors import SimError
 from sim.step_times import FloatArray, run_seconds, step_seconds
@@ -56,6 +58,7 @@ class RecordedRun:
         self.events, self.blocks = found.table("events"), found.table("blocks")
         self.asked: Sequence[TraceRequest] = read_asked(folder)
         self.policy: Policy = policy_from_toml(self.manifest["policy_toml"], "the recording's policy")
+        self.changes = [Change(change.step, change.policy) for change in read_changes(self.manifest)]
         self.limits = Limits(**self.manifest["limits"])
         self.complete = bool(self.manifest.get("complete"))
         self._check()
@@ -126,7 +129,8 @@ class RecordedRun:
     @property
     def waits_for_copies(self) -> bool:
         """When a compression is joined depends on the clock."""
-        return self.policy.compression.join is Join.WHEN_DONE and bool(self.compression_tasks)
+        policies = (self.policy, *(change.policy for change in self.changes))
+        return any(one.compression.join is Join.WHEN_DONE for one in policies) and bool(self.compression_tasks)
 
     @property
     def planned_ahead(self) -> bool:

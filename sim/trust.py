@@ -161,7 +161,9 @@ def _replayed(run: RecordedRun, cost: CostModel) -> _Free:
     """The same requests at the same times with the lengths that came out, decided and timed by the simulator alone."""
     tables = MemoryRecorder(skip=frozenset({"blocks"}))
     load = run.load(unfinished_end=False)
-    simulation = Simulation(load, run.policy, run.limits, cost, tables, plan_ahead=run.planned_ahead)
+    simulation = Simulation(
+        load, run.policy, run.limits, cost, tables, plan_ahead=run.planned_ahead, changes=run.changes
+    )
     with seldom_collecting():
         simulation.run()
     steps, events = tables.table("steps"), tables.table("events")

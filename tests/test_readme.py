@@ -41,11 +41,6 @@ def test_there_are_commands_to_run() -> None:
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
     arguments = [SMALL if word == "TRACE" else word for word in shlex.split(command)[1:]]
-    if arguments[:2] == ["trace", "info"]:
-        (tmp_path / "trace.csv").write_text(
-            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:01:51.1635680,40,12\n"
-        )
-        arguments = ["trace", "info", "trace.csv"]
     done = run(arguments, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -47,6 +47,29 @@ def settle(registry: Registry, server: LiveServer, target: Target, who: str) -> 
         typer.echo(f"{settled.describe()} was left unfinished and is {settled.state} now: {settled.reason}", err=True)
 
 
+def compare(registry: Registry, server: LiveServer, target: Target) -> None:
+    """Say it where the server runs another policy than the registry has as live. Raises LiveError."""
+    running, standing = server.running(Stage.LIVE), registry.live(target)
+    if standing is not None and running != standing.policy.digest:
+        typer.echo(
+            f"warning: {server.url} runs policy {str(running)[:12]}, the registry has {standing.policy.name} "
+            f"({standing.policy.digest[:12]}) as live for {target}",
+            err=True,
+        )
+
+
+def repeat(registry: Registry, server: LiveServer, target: Target, stage: Stage, policy: StoredPolicy) -> Change | None:
+    """Tell a server again what the registry has already, where it runs something else. None: there is no need.
+
+    For a server that was started with another policy. Raises LiveError where it does not take it.
+    """
+    standing = registry.live(target) if stage is Stage.LIVE else registry.canary(target)
+    if standing is None or standing.policy.digest != policy.digest or server.running(stage) == policy.digest:
+        return None
+    server.carry_out(standing.change, policy)
+    return standing.change
+
+
 def warn_of_plain_text(server: LiveServer) -> None:
     """Say it where the key is sent over a network unencrypted."""
     if server.shows_key:

@@ -13,7 +13,7 @@ from policies.gates import Gates, State, Verdict, gates_from_toml
 from policies.measures import measures_of
 from policies.spec import load_policy
 from sim.cost import CostModel
-from sim.drift import Drift
+from sim.drift import Drift, Window
 from sim.drift import drift as compare
 from sim.hardware import gpu_of_card
 from sim.profile import ProfileError, find_profile, from_profile, open_profile
@@ -21,6 +21,7 @@ from sim.recorded import RecordedRun
 from traces.load_distance import LoadDifference, compare_loads
 from zlab.drift_table import show_drift, show_loads, show_verdicts
 from zlab.judged import check_profile, roofline_of
+from zlab.option_groups import with_groups
 from zlab.options import AsJson
 from zlab.outcome import WENT_WRONG, MisuseError
 from zlab.source import Source
@@ -44,10 +45,86 @@ class Loads:
         )
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """How far live may be from what was expected of it."""
+
+    within: Annotated[str, typer.Option("--within", help="How far live may be from the prediction, as 10% or 0.1.")] = (
+        "10%"
+    )
+    each_window: Annotated[
+        bool, typer.Option("--each-window", help="The throughput of every window must keep within, too.")
+    ] = False
+    load_within: Annotated[
+        float | None,
+        typer.Option("--load-within", min=0.0, max=1.0, help="How far a distribution may be from that of --trace."),
+    ] = None
+    gates: Annotated[
+        Path | None,
+        typer.Option(
+            "--gates", dir_okay=False, help="Gates that live must keep; factors (1.5x) are of the prediction."
+        ),
+    ] = None
+
+    @property
+    def tolerance(self) -> float:
+        """`within` as a share of one. Raises MisuseError."""
+        found = PERCENT.fullmatch(self.within)
+        if found is None:
+            raise MisuseError(f"--within must be a share, as 10% or 0.1, not {self.within!r}")
+        number = float(found["number"])
+        return number / 100.0 if found["unit"] else number
+
+    def read_gates(self) -> Gates:
+        """The gates, none where no file is named. Raises GateError, and MisuseError for a file that is not there."""
+        if self.gates is None:
+            return Gates(())
+        try:
+            return gates_from_toml(self.gates.read_text("utf-8"), str(self.gates))
+        except (OSError, UnicodeDecodeError) as error:
+            raise MisuseError(f"--gates {self.gates}: cannot be read ({error})") from error
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs in the prediction."""
+
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", "--cost", help="Its name or FILE.json; that of the recording's card if not given."),
+    ] = None
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Row for a roofline instead, as h200.")] = None
+    model: Annotated[str | None, typer.Option("--model", help="Row or config.json for that roofline.")] = None
+
+    def of(self, run: RecordedRun) -> tuple[CostModel, list[str]]:
+        """The profile that is named, or the roofline of a card that is; else the profile of the recording's own card.
+
+        With what to say about it. Raises MisuseError, SimError and ProfileError where it does not fit the recording.
+        """
+        card = gpu_of_card(str(run.manifest["gpu"]))
+        if self.gpu is not None or self.model is not None:
+            if self.profile is not None:
+                raise MisuseError("--profile has measured costs: --gpu and --model name a roofline instead")
+            return roofline_of(run, self.gpu or card, self.model), []
+        try:
+            found = (
+                find_profile(card, str(run.manifest["model"]), str(run.manifest["engine"]["dtype"]))
+                if self.profile is None
+                else open_profile(self.profile)
+            )
+        except ProfileError as error:
+            if self.profile is not None:
+                raise
+            return roofline_of(run, card, self.model), [f"{error}; costs are the roofline's"]
+        return from_profile(found), check_profile(found, run)
+
+
+@with_groups
 def drift(
     run: Annotated[
         Path, typer.Argument(help="A lane's recording of `zlab serve --record` (or of `zlab bench --out`).")
     ],
+    *,
     policy: Annotated[
         str | None,
         typer.Option("--policy", "-p", help="Predict this candidate instead of the policy that served."),
@@ -56,29 +133,9 @@ def drift(
         list[str] | None,
         typer.Option("--trace", "-t", help="What the policy was validated on: how far is the load from it? Repeat it."),
     ] = None,
-    within: Annotated[
-        str, typer.Option("--within", help="How far live may be from the prediction, as 10% or 0.1.")
-    ] = "10%",
-    load_within: Annotated[
-        float | None,
-        typer.Option("--load-within", min=0.0, max=1.0, help="How far a distribution may be from that of --trace."),
-    ] = None,
     windows: Annotated[int, typer.Option("--windows", min=1, help="Windows of time to look at one by one.")] = 6,
-    each_window: Annotated[
-        bool, typer.Option("--each-window", help="The throughput of every window must keep within, too.")
-    ] = False,
-    gates: Annotated[
-        Path | None,
-        typer.Option(
-            "--gates", dir_okay=False, help="Gates that live must keep; factors (1.5x) are of the prediction."
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", "--cost", help="Its name or FILE.json; that of the recording's card if not given."),
-    ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Row for a roofline instead, as h200.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Row or config.json for that roofline.")] = None,
+    bounds: Bounds,
+    costs: Costs,
     as_json: AsJson = False,
 ) -> None:
     """Predict a live recording in simulation and set prediction and live side by side.
@@ -89,23 +146,20 @@ def drift(
 
     Exit code 0: live is within; 1: it is not, a gate is broken, or the recording is damaged; 2: misuse.
     """
-    tolerance = _share(within)
-    if load_within is not None and not trace:
+    tolerance, checked = bounds.tolerance, bounds.read_gates()
+    if bounds.load_within is not None and not trace:
         raise MisuseError("--load-within needs --trace: a load to measure the distance from")
     candidate = None if policy is None else load_policy(policy)
-    checked = None if gates is None else _read_gates(gates)
     sources = [Source(each) for each in trace or ()]
     recorded = RecordedRun(run)
-    cost, notes = _cost(recorded, profile, gpu, model)
+    cost, notes = costs.of(recorded)
     found = compare(recorded, cost, candidate, windows)
     loads = [
         Loads(source.spec, tuple(compare_loads(source.read(silent=as_json), recorded.load()))) for source in sources
     ]
-    verdicts = _verdicts(checked, found)
+    verdicts = checked.check(measures_of(found.live_summary), measures_of(found.predicted_summary))
     apart = [gap.name for gap in found.whole.beyond(tolerance)]
     late = [each for each in found.windows if any(gap.name == "tokens_per_s" for gap in each.beyond(tolerance))]
-    broken = [each for each in verdicts if each.state is State.FAILED]
-    far = [each for each in loads if each.beyond(load_within)]
     if as_json:
         typer.echo(json.dumps(_document(found, loads, verdicts, tolerance, apart, notes)))
     else:
@@ -113,50 +167,9 @@ def drift(
         show_drift(recorded, found, tolerance, notes, to)
         show_loads([(each.trace, each.differences) for each in loads], to)
         show_verdicts(verdicts, to)
-    if apart or broken or far or (each_window and late):
+    broken = any(each.state is State.FAILED for each in verdicts)
+    if apart or broken or any(each.beyond(bounds.load_within) for each in loads) or (bounds.each_window and late):
         raise typer.Exit(WENT_WRONG)
-
-
-def _share(text: str) -> float:
-    """A tolerance as a share of one. Raises MisuseError."""
-    found = PERCENT.fullmatch(text)
-    if found is None:
-        raise MisuseError(f"--within must be a share, as 10% or 0.1, not {text!r}")
-    number = float(found["number"])
-    return number / 100.0 if found["unit"] else number
-
-
-def _read_gates(path: Path) -> Gates:
-    try:
-        return gates_from_toml(path.read_text("utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise MisuseError(f"--gates {path}: cannot be read ({error})") from error
-
-
-def _cost(run: RecordedRun, name: str | None, gpu: str | None, model: str | None) -> tuple[CostModel, list[str]]:
-    """The profile that is named, or the roofline of a card that is; else the profile of the recording's own card."""
-    card = gpu_of_card(str(run.manifest["gpu"]))
-    if name is not None and (gpu is not None or model is not None):
-        raise MisuseError("--profile has measured costs: --gpu and --model name a roofline instead")
-    if name is None and (gpu is not None or model is not None):
-        return roofline_of(run, gpu or card, model), []
-    try:
-        found = (
-            find_profile(card, str(run.manifest["model"]), str(run.manifest["engine"]["dtype"]))
-            if name is None
-            else open_profile(name)
-        )
-    except ProfileError as error:
-        if name is not None:
-            raise
-        return roofline_of(run, card, model), [f"{error}; costs are the roofline's"]
-    return from_profile(found), check_profile(found, run)
-
-
-def _verdicts(gates: Gates | None, found: Drift) -> Sequence[Verdict]:
-    if gates is None:
-        return ()
-    return gates.check(measures_of(found.live_summary), measures_of(found.predicted_summary))
 
 
 def _document(
@@ -167,7 +180,7 @@ def _document(
     apart: Sequence[str],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    def window(of: Any) -> dict[str, Any]:
+    def window(of: Window) -> dict[str, Any]:
         gaps = {gap.name: {"live": gap.live, "predicted": gap.predicted, "relative": gap.relative} for gap in of.gaps}
         return {"start_s": of.start_s, "end_s": of.end_s, "num_requests": of.num_requests, "figures": gaps}
 

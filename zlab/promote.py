@@ -11,7 +11,7 @@ from policies.evidence import read_evidence
 from policies.registry import Change, Registry, Stage
 from policies.spec import load_policy
 from policies.stored import store_policy
-from zlab.agreement import carry_out, settle, warn_of_plain_text
+from zlab.agreement import carry_out, compare, repeat, settle, warn_of_plain_text
 from zlab.live import open_server
 from zlab.options import AsJson, GpuName, ModelName
 from zlab.outcome import MisuseError
@@ -71,6 +71,11 @@ def promote(
         return
     warn_of_plain_text(server)
     settle(kept, server, target, signed)
+    again = repeat(kept, server, target, stage, stored)
+    if again is not None:
+        show_change(again, kept, as_json)
+        return
+    compare(kept, server, target)
     seen = kept.newest(target)
     change = kept.begin_promotion(stored, stage, target, signed, why, server.url, force=force, seen=seen)
     show_change(carry_out(kept, server, change, stored), kept, as_json)

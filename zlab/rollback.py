@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from policies.registry import Registry, Stage
-from zlab.agreement import carry_out, settle, warn_of_plain_text
+from zlab.agreement import carry_out, compare, settle, warn_of_plain_text
 from zlab.live import open_server
 from zlab.options import AsJson, GpuName, ModelName
 from zlab.promote import To, check_reason, show_change
@@ -50,6 +50,7 @@ def rollback(
         return
     warn_of_plain_text(server)
     settle(kept, server, target, signed)
+    compare(kept, server, target)
     seen = kept.newest(target)
     change = kept.begin_rollback(target, signed, why, server.url, stage, force=force, seen=seen)
     show_change(carry_out(kept, server, change, kept.policy(change.digest)), kept, as_json)

@@ -238,6 +238,8 @@ def _serve(
     sys.setswitchinterval(SWITCH_S)
     address = (door.host, door.port)
     if replicas > 1:
+        if plan.gates is not None:
+            raise MisuseError("--gates watches one engine and puts its policy back: it does not go with --replicas")
         from engine.server.replicas import serve_replicas
         from engine.server.replicas_cluster import ClusterSettings
 

@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from traces.formats import check_trace, read_trace
+from traces.formats import check_trace
 from traces.formats.detect import FORMATS, named_format
 from traces.joining import merge, splice
 from traces.reshape import cut as cut_workload
 from traces.reshape import faster, longer, spread, thin, with_token_ids
 from traces.reuse import lru_hit_shares, prefix_reuse
 from traces.statistics import describe
-from traces.workload import TraceError, Workload
+from traces.workload import TraceError
+from zlab.options import Trace
+from zlab.source import Source
 from zlab.trace_output import (
     Bar,
     OutputFormat,
@@ -32,25 +34,21 @@ app.add_typer(synth, name="synth")
 
 DEFAULT_CAPACITIES = (1_000, 10_000, 50_000)
 
-Source = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A trace file in any known format; .gz too.")]
+File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A trace file in any known format; .gz too.")]
 Target = Annotated[Path, typer.Argument(dir_okay=False, help="Where to write; gzipped when it ends in .gz.")]
 Format = Annotated[
     str | None, typer.Option("--format", help=f"The source's format, if not by its columns: {', '.join(FORMATS)}.")
 ]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave bad rows out and count them by reason.")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", "--skip-bad-rows", help="Leave bad rows out and count them by reason.")
+]
 To = Annotated[OutputFormat, typer.Option("--to", help="The format to write.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def read(path: Path, format: str | None, skip_bad: bool) -> Workload:
-    """Read a trace with a progress bar."""
-    with Bar(f"reading {path.name}") as bar:
-        return read_trace(path, format, skip_bad, on_progress=bar)
-
-
 @app.command()
 def info(
-    trace: Source,
+    trace: Trace,
     format: Format = None,
     skip_bad: SkipBad = False,
     block_size: Annotated[
@@ -63,7 +61,7 @@ def info(
 ) -> None:
     """Show a workload's size, lengths, times, and how much of the prompts is shared."""
     with trace_errors():
-        workload = read(trace, format, skip_bad)
+        workload = Source(trace, format, skip_bad).read(silent=as_json)
         statistics = describe(workload)
         size = block_size or workload.meta.block_size
         reuse, shares = None, {}
@@ -92,7 +90,7 @@ def info(
 
 @app.command()
 def check(
-    trace: Source,
+    trace: File,
     format: Format = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many bad rows.")] = 20,
     strict_order: Annotated[
@@ -116,7 +114,7 @@ def check(
 
 @app.command()
 def convert(
-    source: Source,
+    source: Trace,
     target: Target,
     to: To = OutputFormat.native,
     format: Format = None,
@@ -124,12 +122,12 @@ def convert(
 ) -> None:
     """Write a trace in the project's own format (with NAME.meta.json) or Mooncake's."""
     with trace_errors():
-        write_workload(read(source, format, skip_bad), target, to)
+        write_workload(Source(source, format, skip_bad).read(), target, to)
 
 
 @app.command()
 def cut(
-    source: Source,
+    source: Trace,
     target: Target,
     start: Annotated[float | None, typer.Option(min=0, help="Keep arrivals from this time on, in seconds.")] = None,
     end: Annotated[float | None, typer.Option(min=0, help="Keep arrivals before this time, in seconds.")] = None,
@@ -141,13 +139,13 @@ def cut(
 ) -> None:
     """Keep a window of time, the first requests, or some classes."""
     with trace_errors():
-        workload = read(source, format, skip_bad)
+        workload = Source(source, format, skip_bad).read()
         write_workload(cut_workload(workload, start, end, first, cls), target, to)
 
 
 @app.command()
 def scale(
-    source: Source,
+    source: Trace,
     target: Target,
     spread_how: Annotated[
         Literal["even", "uniform"] | None, typer.Option("--spread", help="Spread arrivals of equal time.")
@@ -174,7 +172,7 @@ def scale(
             raise TraceError("--spread-over needs --spread")
         if seed is not None and spread_how != "uniform" and keep is None and not token_ids:
             raise TraceError("--seed needs --thin, --spread uniform or --token-ids")
-        workload = read(source, format, skip_bad)
+        workload = Source(source, format, skip_bad).read()
         if spread_how is not None:
             workload = spread(workload, spread_how, seed or 0, spread_over)
         if keep is not None:
@@ -190,7 +188,7 @@ def scale(
 
 @app.command()
 def join(
-    sources: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Two or more trace files.")],
+    sources: Annotated[list[str], typer.Argument(help="Two or more traces, each a file or a made-up workload.")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write.")],
     overlay: Annotated[bool, typer.Option("--overlay", help="All begin at once, not one after the other.")] = False,
     gap: Annotated[float | None, typer.Option(min=0, help="Seconds between one's end and the next's start; 0.")] = None,
@@ -204,7 +202,7 @@ def join(
     with trace_errors():
         if overlay and gap is not None:
             raise TraceError("--gap has no meaning with --overlay")
-        workloads = [read(source, None, skip_bad) for source in sources]
+        workloads = [Source(source, None, skip_bad).read() for source in sources]
         if overlay:
             joined = merge(*workloads, same_blocks=same_blocks)
         else:

@@ -135,7 +135,7 @@ def _report(evidence: Evidence, out: Path | None, registry: Path | None, as_json
 
 def _gates(path: Path, against: str | None, engine: bool) -> Gates:
     """The gates of the file, and that of --engine. Raises GateError and MisuseError."""
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise MisuseError(f"no gates file {str(path)!r} (an example: docs/examples/gates.toml)")
     asked = gates_from_toml(path.read_text("utf-8"), str(path))
     relative = [gate.written for gate in asked.gates if gate.is_relative]

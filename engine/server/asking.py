@@ -1,10 +1,13 @@
 """From the body of a request to what is asked of the engine."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from re import fullmatch
 from typing import Any
+
+from pydantic import BaseModel
 
 from engine.errors import SamplingError
 from engine.sampling_params import SamplingParams
@@ -41,6 +44,7 @@ class Ask:
 
 def make_ask(body: CompletionRequest | ChatRequest, id_header: str | None, served_model: str) -> Ask:
     """Check a body. Raises ApiError: 404 for a model that is not served, 400 with the field otherwise."""
+    _check_text(body)
     if body.model is not None and body.model != served_model:
         message = f"model {body.model!r} is not served here (there is: {served_model!r})"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -81,6 +85,32 @@ def _params(body: SamplingRequest, max_tokens: int | None) -> SamplingParams:
     except SamplingError as error:
         first = str(error).split(" ", 1)[0]
         raise invalid(first if first in SHARED else None, str(error)) from error
+
+
+def _check_text(body: SamplingRequest) -> None:
+    """JSON can spell half of a surrogate pair, which is no character: nothing can be done with such a text."""
+    for name in (*type(body).model_fields, *(body.model_extra or ())):
+        for text in _texts(getattr(body, name)):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise invalid(name, f"{name} is no valid Unicode: {error.reason} at {error.start}") from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case BaseModel():
+            for name in (*type(value).model_fields, *(value.model_extra or ())):
+                yield from _texts(getattr(value, name))
+        case dict():
+            yield from value
+            yield from chain.from_iterable(map(_texts, value.values()))
+        case [int(), *_]:
+            return  # token ids
+        case list():
+            yield from chain.from_iterable(map(_texts, value))
 
 
 def _request_id(field: str | None, header: str | None) -> str:

@@ -100,14 +100,20 @@ class Process(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second stops."""
         self._num_signals += 1
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.drain if self._num_signals == 1 else self.stop)
+        self._soon(self.drain if self._num_signals == 1 else self.stop)
 
     def end_soon(self) -> None:
         """Stop, from any thread."""
+        self._soon(self.stop)
+
+    def drain_soon(self) -> None:
+        """Drain, from any thread."""
+        self._soon(self.drain)
+
+    def _soon(self, call: Callable[[], None]) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # closed: it has ended
-                self._loop.call_soon_threadsafe(self.stop)
+                self._loop.call_soon_threadsafe(call)
 
     def drain(self) -> None:
         """Let nobody in any more, and leave when the last is out or `grace_s` is over; on the event loop."""

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import engine.server.replicas_environment  # noqa: F401  # before Ray
@@ -17,45 +17,18 @@ from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica as replica_process
 from starlette.types import ASGIApp
 
-from engine.build import EngineSettings
-from engine.server.app import create_app
 from engine.server.house import House
-from engine.server.keys import Keys
 from engine.server.lanes import Lane
-from engine.server.opening import open_house
 from engine.server.replicas_call import Forwarded, Part, answer
 from engine.server.replicas_fleet import Member
-from engine.server.settings import ServerSettings
 from policies.spec import policy_digest
 
 MOST_PARTS_PER_S = 1000  # that one replica sends to the front; with more streams at once, each waits longer
 DESCRIBE_TIMEOUT_S = 5.0
+SWITCH_S = 0.0005  # the engine's thread gets the interpreter back this soon from the one that sends parts
 
 OpenReplica = Callable[[str], tuple[House, ASGIApp]]
-"""From a replica's name to its house and its application; must be picklable."""
-
-
-def plain_replica(
-    engine: EngineSettings,
-    settings: ServerSettings,
-    keys: Keys,
-    served_model: str | None = None,
-    canary_share: float | None = None,
-) -> OpenReplica:
-    """The way to open a replica that nobody records."""
-    return partial(_open_plain, engine, settings, keys, served_model, canary_share)
-
-
-def _open_plain(
-    engine: EngineSettings,
-    settings: ServerSettings,
-    keys: Keys,
-    served_model: str | None,
-    canary_share: float | None,
-    name: str,
-) -> tuple[House, ASGIApp]:
-    house = open_house(engine, settings, keys, served_model, canary_share)
-    return house, create_app(house)
+"""From a replica's name to its house and its application, as `engine.server.server.open_server`; picklable."""
 
 
 class Replica:
@@ -68,6 +41,7 @@ class Replica:
         self._name = str(context.rank.rank)
         self._num_streams = 0
         _listen_here_only()
+        sys.setswitchinterval(SWITCH_S)
         logging.basicConfig(level=logging.INFO, format=f"replica {self._name}: %(levelname)s %(message)s", force=True)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -112,9 +86,9 @@ class Replica:
             raise RuntimeError(self._house.worker.trouble())
 
     async def __del__(self) -> None:
-        """Called by Ray Serve before the process ends."""
-        await asyncio.to_thread(self._house.worker.stop)
-        self._house.prompts.close()
+        """Called by Ray Serve before the process ends, also of a replica that could not be opened."""
+        if hasattr(self, "_house"):
+            await asyncio.to_thread(self._house.close)
 
     def _pace_s(self) -> float:
         return self._num_streams / MOST_PARTS_PER_S

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -32,6 +33,7 @@ HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 60.0
 LAST_WORDS_S = 5.0
 LONGEST_FOLDER = 20
+RAISED = re.compile(r"[\w.]+Error: (.+)")
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -163,11 +165,11 @@ def _deploy(open_replica: OpenReplica, settings: ClusterSettings) -> "Deployment
     try:
         return serve.run(deployment.bind(open_replica, num_threads), name=APP, route_prefix=None)
     except RuntimeError as error:
-        raise EngineError(f"the replicas did not start: {_reason(str(error))}") from error
+        raise EngineError(f"the replicas did not start: {_reason() or error}") from error
 
 
-def _reason(report: str) -> str:
-    """The last line of a replica's traceback, which says what was wrong."""
-    lines = [line.strip() for line in report.splitlines() if line.strip()]
-    raised = [line for line in lines if "Error: " in line]
-    return raised[-1] if raised else lines[-1]
+def _reason() -> str | None:
+    """What a replica raised: the message in the last line of its traceback that names an error."""
+    app = serve.status().applications[APP]
+    lines = [line.strip() for found in app.deployments.values() for line in found.message.splitlines()]
+    return next((found[1] for line in reversed(lines) if (found := RAISED.match(line))), None)

@@ -11,7 +11,8 @@ from engine.server.replicas_fleet import Fleet, Member, ReplicaLostError
 
 LOG = logging.getLogger("zlab.server")
 LOOK_S = 1.0
-ANSWER_TIMEOUT_S = 20.0  # for what is asked of every replica; a change of policy waits for a step to end
+ANSWER_TIMEOUT_S = 17.0  # for what is asked of every replica: a change of policy gives up after 15 s by itself
+MOST_CHANGES = 64  # that a newcomer carries out; who has missed more has no use for the oldest
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Roster:
         self.rule = PrefixAffinity(1, lead)
         self.members: dict[str, Member] = {}
         self.num_lost = 0
-        self._changes: list[Forwarded] = []  # that every replica has carried out
+        self._changes: list[Forwarded] = []  # the last that every replica has carried out
+        self._num_changes = 0  # in all
         self._caught_up: dict[str, int] = {}  # how many of them, by replica
         self._looking = asyncio.Lock()
         self._closing = asyncio.Event()
@@ -80,9 +82,10 @@ class Roster:
         async with self._looking:
             replies = await self.ask_all(request)
             if replies and all(reply.done for reply in replies):
-                self._changes.append(request)
+                self._changes = [*self._changes, request][-MOST_CHANGES:]
+                self._num_changes += 1
                 for reply in replies:
-                    self._caught_up[reply.member.id] = len(self._changes)
+                    self._caught_up[reply.member.id] = self._num_changes
         return replies
 
     async def _ask(self, member: Member, request: Forwarded) -> Reply:
@@ -101,19 +104,22 @@ class Roster:
         return Reply(member, status, headers, body)
 
     async def _catch_up(self, member: Member) -> None:
-        for change in self._changes[self._caught_up[member.id] :]:
+        missing = self._num_changes - self._caught_up[member.id]
+        if not missing:
+            return
+        for change in self._changes[-missing:]:
             reply = await self._ask(member, change)
             if not reply.done:
                 LOG.error("replica %s cannot catch up: %s", member.name, reply.body[:500].decode(errors="replace"))
                 return
-            self._caught_up[member.id] += 1
+        self._caught_up[member.id] = self._num_changes
 
     def _take(self, present: dict[str, Member]) -> None:
         self.members = present
         well = [
             member
             for member in present.values()
-            if member.trouble is None and self._caught_up[member.id] == len(self._changes)
+            if member.trouble is None and self._caught_up[member.id] == self._num_changes
         ]
         if well:
             self.rule.capacity_blocks = max(1, min(member.num_blocks for member in well))

@@ -141,8 +141,9 @@ class Serving:
     def _give(self, lane: Lane, entry: Entry, delta: Delta) -> None:
         if delta.finish_reason is not None:
             self._end_entry(lane, entry, delta.finish_reason)  # counted before its client can know
-        entry.job.stream.put(delta)
-        self._touched[entry.job.stream] = entry.job
+        if entry.job is not self._taking:  # else it is about to be refused as a whole
+            entry.job.stream.put(delta)
+            self._touched[entry.job.stream] = entry.job
 
     def _end_entry(self, lane: Lane, entry: Entry, finish_reason: str) -> None:
         assert entry.finish_reason is None, f"{entry.id} has ended twice"

@@ -150,7 +150,7 @@ def _blocks_allow(state: State, request: Request, new: int) -> bool:
 
 
 def _enter_line(state: State, request: Request) -> None:
-    state.waiting.remove(request)
+    state.waiting.serve(request)
     request.skips = 0
     request.line = state.next_line
     state.next_line += 1

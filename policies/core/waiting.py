@@ -18,7 +18,7 @@ class WaitingLine:
     served last stands, so that nobody can save up. Requests without a session share one.
     """
 
-    __slots__ = ("_fair", "_heaps", "_level", "_live", "_service", "_sessions")
+    __slots__ = ("_fair", "_heaps", "_level", "_live", "_num_waiting", "_service", "_sessions")
 
     def __init__(self, order: Order) -> None:
         self._fair = order.fair_by_session
@@ -26,6 +26,7 @@ class WaitingLine:
         self._live: dict[int, Entry] = {}  # an entry that is not in here has been taken out and is skipped
         self._sessions: list[SessionEntry] = []  # may be out of date: service only grows, so the true place is behind
         self._service: dict[str | None, int] = {}
+        self._num_waiting: dict[str | None, int] = {}
         self._level = 0
 
     def succeed(self, old: "WaitingLine") -> None:
@@ -42,10 +43,11 @@ class WaitingLine:
     def push(self, request: Request, key: Key) -> None:
         """Let a request join the line."""
         session = request.session if self._fair else None
-        heap = self._heaps.get(session)
-        if heap is None:
-            heap = self._heaps[session] = []
+        waiting = self._num_waiting.get(session, 0)
+        if not waiting:
             self._service[session] = max(self._service.get(session, 0), self._level)
+        self._num_waiting[session] = waiting + 1
+        heap = self._heaps.setdefault(session, [])
         entry = (key, request.number, request)
         self._live[request.number] = entry
         heappush(heap, entry)
@@ -67,7 +69,6 @@ class WaitingLine:
             if self._clean(session):
                 head = self._head(session)
                 if service == self._service[session] and number == head[1]:
-                    self._level = service
                     return head[2]
                 heappop(self._sessions)
                 heappush(self._sessions, (self._service[session], head[0], head[1], session))
@@ -83,9 +84,19 @@ class WaitingLine:
             return [e[2] for e in nsmallest(count, entries, key=lambda e: (self._service[e[2].session], e[0], e[1]))]
         return [entry[2] for entry in nsmallest(count, entries, key=lambda entry: entry[:2])]
 
+    def serve(self, request: Request) -> None:
+        """Take a request out of the line because its turn has come."""
+        self.remove(request)
+        if self._fair:
+            self._level = self._service[request.session]
+
     def remove(self, request: Request) -> None:
         """Take a request out of the line, wherever it stands."""
         del self._live[request.number]
+        session = request.session if self._fair else None
+        self._num_waiting[session] -= 1
+        if not self._num_waiting[session]:
+            del self._num_waiting[session]
 
     def __contains__(self, request: Request) -> bool:
         return request.number in self._live

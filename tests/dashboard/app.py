@@ -13,7 +13,7 @@ SCRIPT = ROOT / "dashboard" / "streamlit_app.py"
 def opened(monkeypatch: pytest.MonkeyPatch, roots: list[Path], **query: str) -> AppTest:
     """The page for these folders and this address, drawn once."""
     monkeypatch.setattr(sys, "argv", ["streamlit_app.py", *map(str, roots)])
-    app = AppTest.from_file(str(SCRIPT), default_timeout=60)
+    app = AppTest.from_file(str(SCRIPT), default_timeout=300)
     for name, value in query.items():
         app.query_params[name] = value
     return app.run()

@@ -232,11 +232,12 @@ def test_live_follows_without_a_jump(visitor: Visitor, root: Path) -> None:
     )
     expect(steps).to_have_text(re.compile(r"^[\d,]+$"))
     before = num_steps()
-    visitor.page.wait_for_function(  # the page may still be growing
-        "() => { const main = document.querySelector('[data-testid=stMain]'); main.scrollTo(0, 250);"
-        " return main.scrollTop === 250 }"
-    )
-    place = 250
+    figures = visitor.page.locator(".js-plotly-plot")
+    expect(figures).to_have_count(2)
+    visitor.box(figures.last)
+    visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTo(0, 250)")
+    place = visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop")
+    assert place > 0
     for tenth in range(2, 10):
         grow(tenth / 10, (tenth + 1) / 10)
         visitor.page.wait_for_timeout(200)  # as a run would: a part now and then

@@ -30,7 +30,7 @@ from engine.tokenizer import Tokenizer
 from policies.core.request import Phase, Request
 from tests.engine.engine_cases import SMALL, VOCABULARY, tiny
 
-WAIT_S = 60.0  # for what must come; nobody waits that long but for a fault
+WAIT_S = 180.0  # for what must come; nobody waits that long but for a fault
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 END = "<end>"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
@@ -71,6 +71,7 @@ class Gate(Observer):
         self.about_to_step = ""
         self.num_ended: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
+        self.num_tokens: dict[str, int] = {}
         self.lanes: dict[str, Lane] = {}
 
     def begin(self, lane: Lane) -> None:
@@ -112,6 +113,7 @@ class Gate(Observer):
         """Count terminal events."""
         self.num_ended[entry.id] = self.num_ended.get(entry.id, 0) + 1
         self.reasons[entry.id] = entry.finish_reason or "none"
+        self.num_tokens[entry.id] = len(entry.sequence.output.token_ids) if entry.sequence is not None else 0
 
     def close(self) -> None:
         """No step from now on but those let through."""
@@ -195,8 +197,11 @@ class Served:
 
     def sent(self, num_requests: int) -> None:
         """Wait until so many requests have been handed to the engine, with the gate closed."""
-        mailbox = self.house.worker._mailbox
-        wait_for(lambda: self.gate.num_arrived + mailbox.qsize() == num_requests, f"{num_requests} requests sent")
+        worker, gate = self.house.worker, self.gate
+        wait_for(
+            lambda: gate.num_arrived + worker._mailbox.qsize() + len(worker._held) == num_requests,
+            f"{num_requests} requests sent",
+        )
 
     def connect(self) -> socket.socket:
         """A bare connection."""
@@ -220,11 +225,12 @@ class Served:
     def assert_all_free(self) -> None:
         """Nothing is held by anybody, and every output had exactly one end."""
         wait_for(lambda: not self.house.worker.busy and not self.house.door.num_inside, "all requests gone")
-        self.house.worker.call(_assert_free).result(WAIT_S)
+        self.house.worker.call(assert_free).result(WAIT_S)
         assert set(self.gate.num_ended.values()) <= {1}
 
 
-def _assert_free(lanes: Sequence[Lane]) -> None:
+def assert_free(lanes: Sequence[Lane]) -> None:
+    """No lane holds anything."""
     for lane in lanes:
         state = lane.engine.scheduler.state
         assert state.pool.num_free == state.limits.num_blocks, f"{state.pool.num_free} of {state.limits.num_blocks}"

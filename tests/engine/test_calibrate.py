@@ -1,5 +1,7 @@
 """Calibration on the CPU: every cell holds exactly the steps it is named after, and what does not fit is named."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -177,6 +179,20 @@ def test_time_is_kept() -> None:
     }
 
 
+def test_what_was_measured_outlives_an_engine_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(on: Stage, chunks: Chunks, repeats: int) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr("engine.calibrate.QUICK", FAST)
+    monkeypatch.setattr("engine.calibrate.prefill_cell", out_of_memory)
+    settings = CalibrationSettings("dummy:tiny", device="cpu", quick=True, block_size=BLOCK, max_running=6)
+    document = measure(settings, tiny())
+    assert {row["part"] for row in document["steps"]} == {"decode", "mixed"}
+    assert document["compressions"]
+    reasons = {row["reason"] for row in document["skipped"] if "prefill" in row["what"] or "draw" in row["what"]}
+    assert reasons == {"the engine stopped at prefill 1 x 16/16 blocks behind 0: planted"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -196,3 +212,28 @@ def test_a_grid_spans_what_a_card_is_used_for() -> None:
     assert min(tokens) == 16
     assert 16_000 < max(tokens) <= 16_384
     assert spread([1.0, 2.0, 3.0]) == {"median": 2.0, "low": 1.2, "high": 2.8, "count": 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs, copies on their own streams and pinned memory; the host by itself is measured, too."""
+    monkeypatch.setattr("engine.calibrate.QUICK", replace(FAST, mixed=(Chunks(1, 16),), hosted=(1, 4)))
+    settings = CalibrationSettings(
+        "dummy:tiny", device="cuda", quick=True, block_size=BLOCK, max_running=6, num_blocks=200
+    )
+    document = measure(settings)
+    assert document["skipped"] == []
+    assert [row["decodes"] for row in document["host"]] == [1, 4]
+    assert all(row["seconds"]["median"] > 1e-6 for row in (*document["swaps"], *document["compressions"]))
+    profile = fit(parse_measurements(document))
+    assert profile.fit_error.keys() == set(FIT_PARTS)
+    assert profile.also["host_step_s"].value > 0.0
+
+
+def test_measuring_needs_no_simulator() -> None:
+    """The machine with the GPU has no SimPy: what measures and what fits must not import it."""
+    code = (
+        "import sys\nsys.modules['simpy'] = None\nimport benchmarks.validate_simulator\nfrom sim.fitting import fit\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -4,13 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from engine import build
+from engine.build import EngineSettings
+from engine.cache import CacheShape
 from engine.errors import EngineError
+from engine.reserved import Reserved
 from policies.core.errors import ConfigError
 from policies.core.events import Kind
 from policies.core.request import Phase, Status
 from policies.spec import load_policy
-from tests.engine.engine_cases import Watched, mixed, play, prompt, request, watched
+from tests.engine.engine_cases import Watched, mixed, play, prompt, request, tiny, watched
 from traces.workload import TraceRequest
 
 FULL, HYBRID, CONSTRAINED = "full-kv", "hybrid:tokens=40,window=4", "constrained:tokens=24,window=6"
@@ -131,3 +136,24 @@ def test_requests_that_end_with_the_change_are_closed() -> None:
     assert (whole.request.status, len(whole.output.token_ids)) == (Status.FINISHED, 3)
     assert "capped at 3 of 20 tokens by the pool of 4 blocks" in whole.request.message
     run.assert_empty()
+
+
+def test_a_card_has_room_for_the_slots_of_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small budget has many slots: what they take is no longer there for blocks."""
+    card = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 6 << 30))
+    names = {"full-kv": (), "hybrid": (), "full-kv, hybrid": ("hybrid",), "full-kv, small": ("hybrid:tokens=16",)}
+    blocks = {}
+    for name, others in names.items():
+        settings = EngineSettings("tiny", name.split(",")[0], others, block_size=16, max_model_len=400)
+        policies = [load_policy(str(policy)) for policy in (settings.policy, *others)]
+        limits = build._limits(settings, tiny(), policies, torch.float32, card)
+        reserved = Reserved.of(policies, limits)
+        part = tiny().model.part
+        shape = CacheShape.of(
+            part, num_blocks=limits.num_blocks, block_size=16, num_slots=reserved.num_slots, window=reserved.window
+        )
+        taken = shape.num_slots * shape.slot_bytes(torch.float32) + shape.num_blocks * shape.block_bytes(torch.float32)
+        assert taken < 0.9 * (6 << 30) - build.GRAPH_RESERVE_BYTES
+        blocks[name] = limits.num_blocks
+    assert blocks["full-kv"] > blocks["full-kv, hybrid"] == blocks["hybrid"] > blocks["full-kv, small"]

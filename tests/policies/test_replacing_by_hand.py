@@ -16,6 +16,7 @@ from policies.core.request import Phase, Request, Status
 from policies.core.state import State
 from policies.spec import load_policy, policy_mark
 from tests.policies.stage import Stage
+from traces.workload import TraceRequest
 
 LIMITS = Limits(num_blocks=16, block_size=4, max_batched_tokens=64, max_running=16, max_model_len=200, host_blocks=40)
 FULL = load_policy("full-kv:watermark_share=0.0")
@@ -361,6 +362,42 @@ def test_who_waits_stands_where_the_new_order_puts_it() -> None:
         house.step()
         order += [id for id, one in house.requests.items() if one.first_token_ns == house.now]
     assert order == ["D", "C", "B"]
+
+
+def shares(house: House, *sessions: str) -> list[str]:
+    """Who of two that come from each of these sessions is served, in order."""
+    for session in sessions:
+        for number in range(2):
+            id = f"{session}{number}"
+            asked = TraceRequest(id, 4, 4, max_tokens=4, session=session)
+            house.requests[id] = house.scheduler.submit(asked, house.now)
+    order: list[str] = []
+    while house.state.requests:
+        house.step()
+        order += [id for id, one in house.requests.items() if one.first_token_ns == house.now]
+    return order
+
+
+def test_fair_share_counts_from_the_change_on_and_on_between_fair_orders() -> None:
+    limits = Limits(num_blocks=16, block_size=4, max_batched_tokens=64, max_running=1, max_model_len=200)
+    fair, other = (
+        load_policy("full-kv:order=fair-share"),
+        load_policy("hybrid:order=fair-share,budget.blocks=4,window=2"),
+    )
+    house = House(FULL, limits)
+    assert shares(house, "s") == ["s0", "s1"]
+    house.change(fair)  # s has been served, but under another order: it is not held against it
+    for id in ("sx", "sy", "tx", "ty"):
+        asked = TraceRequest(id, 4, 9, max_tokens=9, session=id[0])
+        house.requests[id] = house.scheduler.submit(asked, house.now)
+    house.until(lambda: house.requests["tx"].phase is Phase.DECODE)
+    house.change(other)  # s has been given 4 + 9 tokens, t 4 and a few: that is still so
+    house.scheduler.abort("tx", house.now)
+    house.until(lambda: not house.state.requests)
+    assert house.requests["ty"].first_token_ns < house.requests["sy"].first_token_ns
+    house.change(FULL)
+    house.change(fair)  # forgotten
+    assert shares(house, "s", "t") == ["s0", "t0", "s1", "t1"]
 
 
 def test_paused_ones_go_on_within_the_limit() -> None:

@@ -9,6 +9,7 @@ import pytest
 from sim.cost import COEFFICIENT_UNITS
 from sim.fitted_parts import cost_of
 from sim.fitting import fit
+from sim.hardware import gpu_of_card
 from sim.measurements import MeasurementError, parse_measurements
 from sim.nnls import nonnegative_least_squares
 from sim.profile import FIT_PARTS, Profile, load_profile, save_profile
@@ -141,3 +142,20 @@ def test_kendalls_tau_by_hand() -> None:
     # ties: pairs (1, 1) tied left; 5 untied left, 6 right; 4 agree, 1 opposes
     assert kendall_tau([1, 1, 2, 3], [1, 2, 4, 3]) == pytest.approx((4 - 1) / (5 * 6) ** 0.5)
     assert kendall_tau([1, 1], [1, 2]) is None
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GH200 480GB", "gh200-480gb"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "geforce-rtx-4090-laptop-gpu"),
+        ("CPU x86_64", "cpu-x86-64"),
+    ],
+)
+def test_cards_are_told_apart(card: str, name: str) -> None:
+    assert gpu_of_card(card) == name

@@ -121,8 +121,8 @@ def test_a_pool_of_exactly_one_block_fits_and_one_byte_less_does_not() -> None:
     ("changes", "message"),
     [
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"utilisation": 1.1}, "utilisation must be above 0 and at most 1, got 1.1"),
-        ({"utilisation": float("nan")}, "utilisation must be above 0 and at most 1, got nan"),
+        ({"utilisation": 1.1}, "memory utilisation must be above 0 and at most 1, got 1.1"),
+        ({"utilisation": float("nan")}, "memory utilisation must be above 0 and at most 1, got nan"),
         ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
         ({"reserve_bytes": -1}, "reserve_bytes must be at least 0, got -1"),
         ({"num_slots": 4, "budget_blocks": 1}, "budget_blocks must be at least 2 .* got 1 with num_slots 4"),

@@ -13,6 +13,7 @@ from traces.formats import read_trace
 from traces.reuse import prefix_reuse
 from traces.synthetic import fixed, reasoning
 from traces.workload import TraceError
+from zlab.source import Source
 from zlab.trace import app
 from zlab.trace_synth import arrivals_from
 
@@ -25,6 +26,20 @@ def as_json(*arguments: object) -> Any:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+def test_made_up_workloads_stand_wherever_a_trace_does(tmp_path: Path) -> None:
+    spec = "synth:amc23?num_problems=2&samples=3&seed=4"
+    assert as_json("info", spec)["statistics"]["num_requests"] == 6
+    for command in (
+        ("cut", spec, tmp_path / "a.jsonl", "--first", 5),
+        ("scale", spec, tmp_path / "b.jsonl", "--output", 2),
+    ):
+        assert run(*command).exit_code == 0
+    assert list(read_trace(tmp_path / "a.jsonl")) == list(Source(spec).read())[:5]
+    joined = tmp_path / "c.jsonl"
+    assert run("join", spec, tmp_path / "a.jsonl", "--out", joined, "--overlay").exit_code == 0
+    assert len(read_trace(joined)) == 11
 
 
 def test_info_as_json_and_as_table(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from zlab import app
 
 SMALL = "synth:amc23?num_problems=8&samples=2&mu=7.2&cap=4096"  # 16 requests, about 1,500 tokens each
 SMALL_POOL = ("--kv-blocks", "40")  # nothing like enough for all of them
+PATIENCE_S = 300  # for a process to end that has all it needs: a CI machine may have other work than ours
 LONG = "synth:amc23?samples=32"  # 1,280 requests: seconds of simulation
 
 
@@ -27,6 +28,17 @@ def start(arguments: Sequence[str]) -> "subprocess.Popen[str]":
         text=True,
         start_new_session=True,
     )
+
+
+def wait_for_words(process: "subprocess.Popen[str]", words: str) -> None:
+    """Read what a started command says on stderr up to a line with these words; it must not end before."""
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"it ended with {process.wait()} before it said {words!r}: {''.join(said)}")
 
 
 def errors(result: Result) -> str:

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,6 +22,7 @@ class PolicyServer:
         lanes: lane -> digest of what it runs.
         posts: bodies of the POSTs.
         elsewhere: whether anything came to the address that "move" names.
+        is_gone: whether a "lost" one has had its POST.
     """
 
     url: str = ""
@@ -31,6 +32,7 @@ class PolicyServer:
     asked: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     elsewhere: bool = False
+    is_gone: bool = False
 
     def apply(self, body: Mapping[str, Any]) -> None:
         """Run what was sent."""
@@ -53,7 +55,8 @@ def policy_server() -> Iterator[PolicyServer]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            with suppress(ConnectionError):  # a client that was killed
+                self.wfile.write(content)
 
         def allowed(self) -> bool:
             if self.headers["Authorization"] == f"Bearer {KEY}":
@@ -64,7 +67,7 @@ def policy_server() -> Iterator[PolicyServer]:
         def do_GET(self) -> None:
             if self.path != "/v1/policy":
                 state.elsewhere = True
-            if state.mode == "lost":
+            if state.mode == "lost" and state.is_gone:
                 self.close_connection = True
             elif self.allowed():
                 self.answer(200, {"lanes": [{"lane": lane, "digest": runs} for lane, runs in state.lanes.items()]})
@@ -93,6 +96,7 @@ def policy_server() -> Iterator[PolicyServer]:
                     state.apply(body)
                     self.close_connection = True
                 case _:
+                    state.is_gone = state.mode == "lost"
                     self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -8,8 +8,10 @@ import pytest
 from sim.cost import COEFFICIENT_UNITS
 from sim.hardware import find_model
 from sim.profile import SHAPE
+from tests.house_source import ROOT
 from tests.zlab.command_line import SMALL, errors, zlab
 
+OWN = str(ROOT / "docs" / "examples" / "fewest_left.py")
 MISUSE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("replay", SMALL, "--policy", "hybrd"), "unknown policy 'hybrd'; did you mean 'hybrid'? (choices: constrained,"),
     (("replay", SMALL, "--policy", "hybrid:prefx=none"), "unknown policy setting 'prefx'; did you mean 'prefix'?"),
@@ -27,7 +29,8 @@ MISUSE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("replay", SMALL, "--kv-blocks", "many"), "Invalid value for '--kv-blocks'"),
     (("replay", SMALL, "--kv-blocks", "5"), "a budget of 9 blocks does not fit in a pool of 5"),
     (("replay", SMALL, "--kv-blocks", "5", "--memory-utilisation", "0.5"), "cannot be given together with kv-blocks"),
-    (("replay", SMALL, "--memory-utilisation", "2"), "utilisation must be above 0 and at most 1, got 2.0"),
+    (("replay", SMALL, "--policy", OWN), f"{OWN}: which class of the file? Write {OWN}:CLASS (it has: FewestLeft)"),
+    (("replay", SMALL, "--memory-utilisation", "2"), "memory utilisation must be above 0 and at most 1, got 2.0"),
     (("replay", SMALL, "--length-multiplier", "0"), "length-multiplier must be a finite number above 0, got 0.0"),
     (("replay", SMALL, "--max-model-len", "50000"), "50000 is beyond the 40960 positions of model qwen3-8b"),
     (("replay", SMALL, "--cost", "nix.json"), "cannot read profile nix.json"),

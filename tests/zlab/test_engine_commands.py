@@ -1,11 +1,9 @@
 """`zlab generate`, `bench` and `parity`: what they print and write, how they end, and what they refuse."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from engine.loading import BUNDLED_PACKAGE
-from tests.zlab.command_line import errors, start, zlab
+from tests.zlab.command_line import PATIENCE_S, errors, start, wait_for_words, zlab
 from traces.recording import Recording
 from zlab.parity import SMALL
 
@@ -76,7 +74,7 @@ def test_without_the_extra_the_command_says_how_to_get_it() -> None:
         f"sys.argv = ['zlab', 'bench', {FEW!r}, '--model', 'dummy:tiny']\n"
         "app(prog_name='zlab')\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert run.returncode == 2
     assert "pip install 'zipage-lab[engine]'" in run.stderr
     assert "Traceback" not in run.stderr
@@ -158,20 +156,17 @@ def test_bench_where_nothing_can_be_served() -> None:
 
 def test_ctrl_c_leaves_a_readable_recording(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    long = "synth:amc23?num_problems=8&samples=4&mu=7&cap=2000"
+    long = "synth:amc23?num_problems=8&samples=32&mu=7&cap=2000"  # a minute's work and more
     process = start(["bench", long, *POOL, "-p", "full-kv", "--out", str(out)])
-    until = time.monotonic() + 120
-    while not (out / "manifest.json").is_file() and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(1.0)
-    os.kill(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    wait_for_words(process, " of 256 requests after ")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, stderr
     assert "interrupted after" in stderr
     assert "marked incomplete" in stderr
     found = Recording(out)
     assert not found.complete
-    assert found.table("requests").num_rows == 32
+    assert found.table("requests").num_rows == 256
     assert found.table("steps").num_rows == found.manifest["num_steps"]
     again = zlab("parity", "--recording", str(out))
     assert again.exit_code == 0, again.output

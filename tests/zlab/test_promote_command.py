@@ -225,8 +225,21 @@ def test_the_key_goes_nowhere_else(
 def test_a_server_that_is_not_there(path: Path) -> None:
     with policy_server() as gone:
         url = gone.url
+    before = Registry(path).history()
     assert "cannot be reached" in refused("promote", "hybrid", "--live", url)
-    assert Registry(path).history()[-1].state is ChangeState.UNDONE
+    assert Registry(path).history() == before
+
+
+def test_a_server_that_runs_something_else_is_told(path: Path, server: PolicyServer) -> None:
+    ok("promote", "hybrid")
+    result = zlab("rollback", "--of", "canary", "--live", server.url)
+    assert "runs policy 000000000000, the registry has hybrid" in errors(result)
+    assert f"hybrid is live for {HERE} at" not in result.stdout
+    before = Registry(path).history()
+    assert "hybrid is live for qwen3-8b on h200" in ok("promote", "hybrid", "--live", server.url)
+    assert server.lanes["live"] == HYBRID.digest
+    assert Registry(path).history() == before
+    assert "already" in refused("promote", "hybrid", "--live", server.url)
 
 
 def test_a_lost_answer_is_asked_after(path: Path, server: PolicyServer) -> None:

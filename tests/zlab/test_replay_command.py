@@ -1,9 +1,9 @@
 """`zlab replay`: what it prints, what it writes, how it ends."""
 
 import json
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,10 @@ from policies.spec import load_policy
 from sim.hardware import GPUS, MODELS
 from sim.replay import default_limits, replay
 from tests.shared import SHARED, needs_shared
-from tests.zlab.command_line import LONG, SMALL, SMALL_POOL, start, zlab
+from tests.zlab.command_line import LONG, PATIENCE_S, SMALL, SMALL_POOL, start, wait_for_words, zlab
 from traces.recording import Recording
 from traces.run import load_run
 from traces.synthetic import REASONING_SHAPES, ReasoningShape, reasoning
-from zlab.source import Source
 
 CONTRACT = (
     "requests_finished requests_refused output_tokens makespan_s tokens_per_s seconds_to_90pct prefill_steps "
@@ -172,13 +171,12 @@ def test_prefix_hits_are_set_beside_what_the_trace_repeats(tmp_path: Path) -> No
 
 def test_ctrl_c_leaves_a_readable_recording_marked_incomplete(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start(["replay", LONG, "--kv-blocks", "512", "--policy", "full-kv", "--json", "--out", str(out)])
-    while not (out / "manifest.json").is_file():  # the simulation is about to begin
-        assert process.poll() is None
-        time.sleep(0.02)
-    time.sleep(1.0)
-    process.send_signal(2)
-    stdout, stderr = process.communicate(timeout=60)
+    endless = LONG.replace("samples=32", "samples=128")  # a minute's work and more
+    options = ("--kv-blocks", "512", "--policy", "full-kv", "--plain-steps", "--out", str(out))
+    process = start(["replay", endless, *options])
+    wait_for_words(process, " of 5,120 requests after ")
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert stdout == ""
     assert "interrupted at " in stderr
@@ -188,7 +186,7 @@ def test_ctrl_c_leaves_a_readable_recording_marked_incomplete(tmp_path: Path) ->
     assert recording.manifest["stopped_by"] == "KeyboardInterrupt"
     run = load_run(out)
     numbers = run.requests["number"].to_pylist()
-    assert len(numbers) == len(set(numbers)) == len(Source(LONG).read())
+    assert len(numbers) == len(set(numbers)) == 5120
     assert "unfinished" in run.requests["status"].to_pylist()
     assert run.summary["output_tokens"] == sum(run.steps["output_tokens"].to_pylist())
 

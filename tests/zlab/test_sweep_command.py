@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import distributed
 import pyarrow.parquet as pq
 import pytest
 
-from tests.zlab.command_line import SMALL, SMALL_POOL, errors, start, zlab
+from tests.zlab.command_line import PATIENCE_S, SMALL, SMALL_POOL, errors, start, wait_for_words, zlab
 
 LONG = "synth:amc23?samples=1"
 GRID = ("--grid", "policy=full-kv,hybrid", "--grid", "kv-blocks=4,40")
@@ -93,7 +94,7 @@ def test_the_same_over_processes_and_over_a_dask_cluster() -> None:
     with local_cluster() as cluster:
         address = ("--backend", "dask", "--cluster", cluster.scheduler_address)
         process = start(["sweep", SMALL, *GRID, "--json", *address])
-        stdout, stderr = process.communicate(timeout=100)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
     points = json.loads(stdout)["points"]
     assert [point["parameters"] for point in points] == [point["parameters"] for point in alone]
@@ -105,10 +106,9 @@ def test_ctrl_c_keeps_the_rows_that_had_finished(tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
     seeds = ",".join(map(str, range(300)))  # a minute's work and more
     process = start(["sweep", LONG, "--kv-blocks", "512", "--grid", f"seed={seeds}", "--out", str(out), "--jobs", "1"])
-    assert process.stderr is not None
-    assert " of 300 points after " in process.stderr.readline()  # at least one has finished
-    process.send_signal(2)
-    stdout, stderr = process.communicate(timeout=60)
+    wait_for_words(process, " of 300 points after ")  # at least one has finished
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, stderr
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))

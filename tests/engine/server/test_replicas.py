@@ -17,9 +17,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
+from policies.spec import load_policy, policy_digest
+from policies.stored import store_policy
 from tests.shared import REPOSITORY
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +34,7 @@ AS_CLIENT = {"Authorization": f"Bearer {API_KEY}"}
 MARK = "ZLAB_TEST_SERVER"  # in the environment of everything that the process starts
 BLOCK_SIZE, NUM_BLOCKS = 16, 800
 LONG = 12_000  # tokens; nobody waits for their end
-POLICY = "full-kv"
+POLICY, PROMOTED = "full-kv", "full-kv:order=shortest-prompt"
 OPTIONS = {
     "--model": "dummy:tiny", "--device": "cpu", "--replicas": "2", "--policy": POLICY, "--port": "0",
     "--kv-blocks": str(NUM_BLOCKS), "--block-size": str(BLOCK_SIZE), "--max-running": "16",
@@ -76,6 +79,23 @@ class Server:
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
+
+    def total(self, metric: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, over all replicas."""
+        page = httpx.get(f"{self.url}/metrics", headers=AS_CLIENT, timeout=BOUND_S)
+        assert page.status_code == 200, page.text
+        families = text_string_to_metric_families(page.text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == metric and labels.items() <= sample.labels.items()
+        )
+
+    def digests(self) -> dict[str, str]:
+        """Of the policy by which each replica serves, by its name."""
+        found = httpx.get(f"{self.url}/v1/policy", headers=AS_CLIENT, timeout=BOUND_S).json()
+        return {name: row["lanes"][0]["digest"] for name, row in found["replicas"].items()}
 
     @contextlib.contextmanager
     def stream(self, prompt: list[int], max_tokens: int) -> Iterator[Iterator[str]]:
@@ -183,13 +203,21 @@ def test_a_prefix_comes_back_to_the_blocks_that_hold_it(server: Server) -> None:
 
 
 def test_new_prefixes_use_both_replicas_and_a_client_that_leaves_frees_its_own(server: Server) -> None:
-    def under_way() -> list[int]:
-        return [row["under_way"] for row in server.health()["replicas"].values()]
+    def aborted(replica: str) -> float:
+        return server.total("vllm:request_success_total", finished_reason="abort", replica=replica)
 
+    before = {replica: aborted(replica) for replica in ("0", "1")}
     with server.stream(prompt(200), LONG), server.stream(prompt(201), LONG):
-        assert under_way() == [1, 1]
-        assert [row["sent"] for row in server.health()["replicas"].values()] == [1, 1]
-    wait_for(lambda: under_way() == [0, 0], "the replicas notice that nobody reads")
+        rows = server.health()["replicas"].values()
+        assert [(row["under_way"], row["sent"]) for row in rows] == [(1, 1), (1, 1)]
+        for replica in before:
+            assert server.total("vllm:num_requests_running", replica=replica) == 1
+    for replica, num in before.items():
+        wait_for(lambda replica=replica, num=num: aborted(replica) == num + 1, "the request is called off")  # type: ignore[misc]
+        assert server.total("vllm:num_requests_running", replica=replica) == 0
+        assert server.total("zlab:blocks", state="free", replica=replica) > 0
+    assert server.total("zlab:replica_up") == 2
+    assert server.total("zlab:replica_outputs_under_way") == 0
 
 
 def test_errors_and_keys_are_those_of_a_single_server(server: Server) -> None:
@@ -204,13 +232,36 @@ def test_errors_and_keys_are_those_of_a_single_server(server: Server) -> None:
     assert large.status_code == 413
 
 
-def test_policy_is_told_of_every_replica(server: Server) -> None:
-    found = httpx.get(f"{server.url}/v1/policy", headers=AS_CLIENT, timeout=BOUND_S).json()
-    assert found["lanes"][0]["policy"] == POLICY
-    assert [row["lanes"][0]["digest"] for row in found["replicas"].values()] == [found["lanes"][0]["digest"]] * 2
+def promote(server: Server, policy: str, key: str = ADMIN_KEY) -> httpx.Response:
+    stored = store_policy(load_policy(policy))
+    body = {
+        "lane": "live", "policy": stored.toml, "digest": stored.digest, "name": stored.name, "who": "a test",
+    }  # fmt: skip
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{server.url}/v1/policy", json=body, headers=headers, timeout=BOUND_S)
+
+
+def test_a_policy_takes_over_in_every_replica_or_in_none(server: Server) -> None:
+    first = policy_digest(load_policy(POLICY))
+    assert server.digests() == {"0": first, "1": first}
+    assert promote(server, PROMOTED, key=API_KEY).status_code == 401
+    impossible = promote(server, "constrained")
+    assert impossible.status_code == 409, impossible.text
+    assert impossible.json()["error"]["code"] == "policy_refused"
+    assert server.digests() == {"0": first, "1": first}
+    with server.stream(prompt(250), LONG):
+        answer = promote(server, PROMOTED)
+        assert answer.status_code == 200, answer.text
+        promoted = policy_digest(load_policy(PROMOTED))
+        assert {name: row["digest"] for name, row in answer.json()["replicas"].items()} == server.digests()
+        assert server.digests() == {"0": promoted, "1": promoted}
+        assert server.total("vllm:num_requests_running") == 1
+        before = server.total("vllm:generation_tokens_total")
+        wait_for(lambda: server.total("vllm:generation_tokens_total") > before, "what runs goes on")
 
 
 def test_a_replica_that_is_killed_is_replaced_and_only_its_streams_break(server: Server) -> None:
+    assert promote(server, PROMOTED).status_code == 200
     with server.stream(prompt(300), LONG) as broken:
         rows = server.health()["replicas"]
         victim = next(name for name, row in rows.items() if row["sent"])
@@ -234,6 +285,7 @@ def test_a_replica_that_is_killed_is_replaced_and_only_its_streams_break(server:
             assert len(answers) == 4, "what had not begun to be answered is answered by the other"
     wait_for(lambda: server.health()["status"] == "ok", "the replica is replaced")
     assert server.health()["replicas"][victim]["pid"] != rows[victim]["pid"]
+    assert set(server.digests().values()) == {policy_digest(load_policy(PROMOTED))}, "the newcomer has caught up"
     assert server.complete(prompt(302))["usage"]["completion_tokens"] == 8
 
 

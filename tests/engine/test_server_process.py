@@ -1,0 +1,175 @@
+"""`zlab serve` as a process: started, told to stop, asked wrongly; what its log says, and what it never says."""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from tests.engine.server_cases import WAIT_S, served, wait_for
+from tests.shared import REPOSITORY
+from zlab import app
+
+API, ADMIN = "the-api-key-of-this-test", "the-admin-key-of-this-test"
+PROMPT = [701, 702, 703, 704]
+OPTIONS = ["--model", "dummy:tiny", "--device", "cpu", "--port", "0", "--kv-blocks", "64", "--block-size", "64"]
+START_S = 240.0  # a machine that is busy with other things
+MANY = 1500  # tokens: enough for a signal to come in the middle
+
+
+class Zlab:
+    """A server of its own; `log` grows as it writes."""
+
+    def __init__(self, *options: str) -> None:
+        keys = {"ZLAB_API_KEY": API, "ZLAB_ADMIN_KEY": ADMIN}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **keys}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "zlab", "serve", *OPTIONS, *options],
+            cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self.log = ""
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def url(self) -> str:
+        """Where it listens, once it does."""
+        while True:
+            line = self._lines.get(timeout=START_S)
+            assert line is not None, f"it has ended: {self.log}"
+            if found := re.search(r"running on (http://127\.0\.0\.1:\d+)", line):
+                return found.group(1)
+
+    def client(self, url: str) -> httpx.Client:
+        """With the API key."""
+        return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {API}"}, timeout=WAIT_S)
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        code = self.process.wait(WAIT_S)
+        self._reading.join(WAIT_S)
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log += line
+            self._lines.put(line)
+        self._lines.put(None)
+
+
+@contextmanager
+def running(*options: str) -> Iterator[Zlab]:
+    server = Zlab(*options)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.wait()
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {
+        "prompt": PROMPT,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "max_tokens": MANY,
+        "return_token_ids": True,
+    } | more
+
+
+def chunks(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_the_first_sigterm_drains_and_the_log_tells_nothing_of_anybody(tmp_path: Path) -> None:
+    folder = tmp_path / "recordings"
+    with running("--record", str(folder)) as server:
+        url = server.url()
+        with server.client(url) as client:
+            assert client.get("/health", headers={"Authorization": ""}).status_code == 200
+            assert client.get("/v1/models", headers={"Authorization": "Bearer nobody"}).status_code == 401
+            wrong = client.post("/v1/completions", json=body(prompt="a secret wish", request_id="text"))
+            assert wrong.status_code == 400
+            other = client.get("/v1/policy", headers={"Authorization": f"Bearer {ADMIN}"}).json()["lanes"][0]
+            assert (other["policy"], other["evidence"]) == ("hybrid", None)
+            with client.stream("POST", "/v1/completions", json=body(stream=True, request_id="mine")) as answer:
+                pieces = chunks(answer.iter_lines())
+                given = [next(pieces) for _ in range(3)]
+                server.signal(signal.SIGTERM)
+                wait_for(lambda: "draining: 1 requests" in server.log, "the drain")
+                assert client.get("/health").status_code == 503
+                assert client.post("/v1/completions", json=body()).status_code == 503
+                given += pieces
+        assert given[-1]["choices"][0]["finish_reason"] == "length"
+        tokens = [token for chunk in given for token in chunk["choices"][0]["token_ids"]]
+        assert len(tokens) == MANY
+        assert server.wait() == 0
+    assert f"mine 200: 4 prompt and {MANY} output tokens" in server.log
+    for secret in (API, ADMIN, "701", "secret wish", str(tokens[0])):
+        assert re.search(rf"\b{secret}\b", server.log) is None, f"{secret} is in the log"
+    assert [path.name for path in folder.iterdir()] == [path.name for path in folder.iterdir() if path.is_dir()]
+    (trace,) = folder.glob("*/trace-*.jsonl")
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [row["output_tokens"] for row in rows if "output_tokens" in row] == [MANY]
+    assert "701" not in trace.read_text()
+
+
+def test_the_second_sigterm_stops() -> None:
+    with served(ends_well=False) as server:
+        server.gate.close()
+        cut_off = server.later("/v1/completions", {"prompt": "abc", "max_tokens": 30})
+        server.sent(1)
+        server.process.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server.house.door.shut, "the drain")
+        assert not server.process.should_exit
+        server.process.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server.process.should_exit, "the end")
+        server.gate.open()
+        assert cut_off.answer().json()["error"]["code"] == "shutting_down"
+        assert server.process.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--host", "0.0.0.0"], ["--host 0.0.0.0 is reached from other machines", "ZLAB_API_KEY", "--open-to-all"]),
+        (["--canary-share", "1.5"], ["canary_share must be in (0, 1), got 1.5"]),
+        (["--registry", "r.db"], ["--registry needs --gpu"]),
+        (["--gpu", "h200"], ["--gpu", "--registry", "there is none"]),
+        (["--registry", "r.db", "--gpu", "h200", "--target-model", "qwen3-9b"], ["qwen3-9b", "qwen3-8b"]),
+        (["--record-text"], ["--record-text", "there is none"]),
+        (["--api-key-file", "/nothing/there"], ["no keys can be read from /nothing/there"]),
+        (["--max-body-mib", "0"], ["max_body_bytes must be more than 0, got 0"]),
+    ],
+)
+def test_misuse_is_named(options: Sequence[str], said: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ZLAB_API_KEY", "ZLAB_ADMIN_KEY", "ZLAB_REGISTRY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    done = CliRunner().invoke(app, ["serve", *OPTIONS, *options])
+    assert done.exit_code == 2
+    for words in said:
+        assert words in " ".join(done.output.split())

@@ -1,0 +1,77 @@
+"""Whatever the OpenAPI description allows, and much that it does not, is answered as it says, and never by a 500."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode, checks
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from engine.server.app import create_app
+from engine.server.settings import ServerSettings
+from tests.engine.server_cases import ROOMY, WAIT_S, Served, served
+
+KEPT = (
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(replace(ROOMY, max_model_len=48), ServerSettings(max_outputs=3)) as running:
+        yield running
+
+
+OPERATIONS = {
+    "POST /v1/completions": 40,
+    "POST /v1/chat/completions": 40,
+    "GET /v1/models": 2,
+    "GET /v1/models/{model}": 10,
+    "GET /v1/policy": 2,
+    "GET /health": 2,
+}  # with how many requests to make
+
+CASES = [(name, GenerationMode.POSITIVE) for name in OPERATIONS] + [
+    (name, GenerationMode.NEGATIVE) for name in OPERATIONS if name.startswith("POST")
+]
+
+
+@pytest.fixture(scope="module")
+def description(server: Served) -> Any:
+    return schemathesis.openapi.from_dict(create_app(server.house).openapi())
+
+
+def test_every_route_is_described(description: Any) -> None:
+    described = {f"{found.ok().method.upper()} {found.ok().path}" for found in description.get_all_operations()}
+    assert described == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_nothing_is_a_500(server: Served, description: Any, name: str, mode: GenerationMode) -> None:
+    method, path = name.split()
+    statuses = []
+
+    @settings(
+        max_examples=OPERATIONS[name],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=description[path][method].as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        response = case.call(base_url=server.url, timeout=WAIT_S)
+        case.validate_response(response, checks=list(KEPT))
+        statuses.append(response.status_code)
+
+    ask()
+    server.assert_all_free()
+    if method == "POST":
+        assert set(statuses) & ({200} if mode is GenerationMode.POSITIVE else {400})

@@ -1,0 +1,63 @@
+"""The script that the documentation tells the whole story with: it runs, and ends as it says."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from policies.registry import Registry, Target
+from policies.spec import load_policy, policy_digest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CANDIDATE = "hybrid:tokens=64,window=8"
+LONGEST_S = 900.0  # a fault would hang; a busy machine is slow
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def test_record_validate_promote_serve_breach_rollback(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    found = subprocess.run(
+        ["bash", str(REPOSITORY / "docs/examples/story.sh"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        env=environment,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    log = tmp_path / "server.log"
+    told = f"{found.stdout}\n{found.stderr}\n{log.read_text('utf-8') if log.exists() else 'no log'}"
+    assert found.returncode == 0, told
+    assert found.stdout.count("12 x length") == 3, told  # no request lost, whatever decided
+
+    target = Target("smollm2-135m", "l40s")
+    registry = Registry(tmp_path / "registry.db", create=False)
+    live = registry.live(target)
+    assert live is not None
+    assert live.policy.digest == policy_digest(load_policy(CANDIDATE))
+    steps = [(one.action, one.name, one.who == "watch", one.forced) for one in registry.history(target)]
+    assert steps == [
+        ("validate", CANDIDATE, False, False),
+        ("promote", "full-kv", False, True),
+        ("promote", CANDIDATE, False, False),
+        ("promote", "full-kv", False, True),
+        ("rollback", CANDIDATE, True, False),
+    ]
+    last = registry.history(target)[-1]
+    assert last.why.startswith("preemptions_per_request <= 1 is broken: ")
+
+    (manifest,) = (tmp_path / "watched").glob("*/live/manifest.json")
+    changes = json.loads(manifest.read_text("utf-8"))["policy_changes"]
+    assert [one["name"] for one in changes] == ["full-kv", CANDIDATE]

@@ -1,0 +1,85 @@
+"""`zlab calibrate`: measures, fits, writes a profile; refuses what makes no sense."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.calibrate_grid import QUICK, Chunks
+from sim.profile import load_profile
+from tests.sim.made_up import TRUTH, document
+from tests.zlab.command_line import errors, zlab
+
+torch.set_num_threads(1)
+FEW = replace(
+    QUICK, batches=(1, 3), contexts=(2,), prefills=(Chunks(1, 16), Chunks(1, 64)), mixed_batches=(2,), mixed_context=3,
+    mixed=(Chunks(1, 16),), beside=(2,), beside_batches=(1,), sources=(3, 5), compressed=(1, 2), swapped=(1, 3),
+    sampled=(2,), repeats=2, steps=2,
+)  # fmt: skip
+TINY = ("--model", "dummy:tiny", "--device", "cpu", "--block-size", "16", "--max-running", "4", "--kv-blocks", "100")
+
+
+def test_it_measures_fits_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.calibrate.QUICK", FEW)
+    kept = tmp_path / "measurements.json"
+    result = zlab("calibrate", *TINY, "--quick", "--out", str(tmp_path), "--measurements", str(kept))
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("cpu-*-tiny-float32.json")
+    profile = load_profile(path)
+    assert (profile.block_size, profile.window) == (16, 16)
+    assert f"profile in {path}" in " ".join(result.stdout.split())
+    for words in ("kv_read_token_s", "s per cached token read by a decode", "held out", "decode", "overlap", "swap"):
+        assert words in result.stdout
+    assert "skipped host: without a GPU the host is the device" in result.stdout
+    # fitted again from what was kept it is the same
+    again = tmp_path / "again"
+    again.mkdir()
+    shown = zlab("calibrate", "--from", str(kept), "--out", str(again), "--json")
+    assert shown.exit_code == 0
+    assert json.loads(shown.stdout)["coefficients"] == json.loads(path.read_text())["coefficients"]
+    assert load_profile(again / path.name) == profile
+
+
+def test_measurements_of_a_gpu_become_its_profile(tmp_path: Path) -> None:
+    measured = tmp_path / "m.json"
+    measured.write_text(json.dumps(document(TRUTH, 0.0, 0)))
+    result = zlab("calibrate", "--from", str(measured), "--out", str(tmp_path))
+    assert result.exit_code == 0
+    assert "h200-qwen3-8b-bfloat16: NVIDIA H200, 2026-11-30, blocks of 256 tokens, window 16" in result.stdout
+    path = tmp_path / "h200-qwen3-8b-bfloat16.json"
+    small = ("synth:fixed?num_requests=1&prompt=512&output=20&rate_per_s=1", "--profile", str(path), "--json")
+    replayed = zlab("replay", *small)
+    assert replayed.exit_code == 0
+    # alone: a step of 512 prompt tokens, then decodes that read 513 and more
+    products_s = 512 * TRUTH["layer_token_s"] + TRUTH["head_row_s"] + 512 * 513 // 2 * TRUTH["attention_pair_s"]
+    prefill_s = TRUTH["step_s"] + products_s + TRUTH["request_s"] + TRUTH["prefill_step_s"]
+    decode_s = TRUTH["step_s"] + TRUTH["weight_read_s"] + TRUTH["request_s"] + 523 * TRUTH["kv_read_token_s"]
+    found = json.loads(replayed.stdout)
+    assert found["ttft_s"]["p50"] == pytest.approx(prefill_s, rel=1e-4)
+    assert found["tpot_s"]["p50"] == pytest.approx(decode_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give either --model, to measure it, or --from FILE"),
+        (("--model", "dummy:tiny", "--from", "m.json"), "give either --model, to measure it, or --from FILE"),
+        (("--from", "nowhere.json"), "cannot read measurements nowhere.json"),
+        (("--model", "dummy:tiny", "--out", "nowhere"), "--out nowhere: there is no such folder"),
+        (("--from", "m.json", "--measurements", "x"), "--from m.json measures nothing"),
+        (("--model", "dummy:tyni"), "unknown model shape 'tyni'; did you mean 'tiny'"),
+        (("--model", "dummy:tiny", "--device", "tpu"), "no device 'tpu' here"),
+        (("--model", "dummy:tiny", "--dtype", "half"), "unknown dtype 'half'"),
+        (
+            ("--model", "dummy:tiny", "--block-size", "24"),
+            "block_size must be a multiple of 16 to be",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = zlab("calibrate", *arguments)
+    assert result.exit_code == 2
+    assert words in errors(result)
+    assert result.stdout == ""
