@@ -65,6 +65,7 @@ MODELS: Mapping[str, Model] = {
         Model("smollm2-135m", 30, 576, 1536, 9, 3, 64, 49_152, True, 8192),
     )
 }
+ALIASES = {"smollm2": "smollm2-135m"}  # the engine's name of the model that a package brings along
 
 
 def find_gpu(name: str) -> Gpu:
@@ -88,14 +89,15 @@ def gpu_of_card(card: str) -> str:
 
 
 def find_model(name: str) -> Model:
-    """The row of that name (case and a hub organisation before `/` ignored), or the model of a config.json.
+    """The row of that name (case and a hub organisation before `/` ignored; aliases), or the model of a config.json.
 
     `name` is taken as a path when it ends in `.json` or is an existing directory.
 
     Raises:
         SimError: neither a row nor a readable configuration; the message names the nearest row and all of them.
     """
-    model = MODELS.get(name.lower().rsplit("/", 1)[-1])
+    short = name.lower().rsplit("/", 1)[-1]
+    model = MODELS.get(ALIASES.get(short, short))
     if model is not None:
         return model
     path = Path(name)
