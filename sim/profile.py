@@ -92,8 +92,10 @@ def open_profile(name: str, folder: Path = PROFILES) -> Profile:
 
 
 def check_shape(profile: Profile, model: Model) -> None:
-    """Raise ProfileError where the profile's model was of another shape, naming every number that differs."""
-    differ = [
+    """Raise ProfileError where the profile's model had another shape or size of value, naming all that differs."""
+    sizes = DTYPE_BYTES[profile.dtype], model.dtype_bytes
+    differ = [f"{sizes[0]} bytes a value there, {sizes[1]} here"] if sizes[0] != sizes[1] else []
+    differ += [
         f"{name} {profile.shape[name]} there, {getattr(model, name)} here"
         for name in SHAPE
         if profile.shape[name] != getattr(model, name)

@@ -78,6 +78,8 @@ def test_a_profile_of_another_shape_is_stale(invented: Profile) -> None:
     check_shape(invented, MODELS["qwen3-8b"])
     with pytest.raises(ProfileError, match=r"is stale: .*\(num_layers 36 there, 35 here; vocab 151936 there, 7 here"):
         check_shape(invented, replace(MODELS["qwen3-8b"], num_layers=35, vocab=7))
+    with pytest.raises(ProfileError, match=r"another shape \(2 bytes a value there, 4 here\)"):
+        check_shape(invented, replace(MODELS["qwen3-8b"], dtype_bytes=4))
 
 
 def test_every_profile_that_ships_can_be_read() -> None:
