@@ -1,9 +1,15 @@
 """The README's commands work as written: each is run, on a small workload where it says TRACE."""
 
+import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -44,6 +50,74 @@ def test_a_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
     done = run(arguments, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def steps() -> list[str]:
+    """The commands of the part on serving, each on one line."""
+    (block,) = blocks("sh")
+    lines = re.sub(r"\\\n\s*", "", block).splitlines()
+    return [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
+
+
+def wait_until_well(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(1200):
+        assert server.poll() is None, log.read_text("utf-8")
+        try:
+            with urllib.request.urlopen(f"{url}/health"):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+    raise AssertionError(f"the server never was well: {log.read_text('utf-8')}")
+
+
+def test_from_a_recording_to_a_live_policy(tmp_path: Path) -> None:
+    """The six commands in their order; only the port is another, for tests run side by side."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
+    where = environment() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    servers: list[subprocess.Popen[bytes]] = []
+
+    def stop() -> None:
+        servers[-1].send_signal(signal.SIGTERM)
+        assert servers[-1].wait(300) == 0, log.read_text("utf-8")
+
+    said = []
+    try:
+        for command in steps():
+            words = command.replace("http://127.0.0.1:8000", url)
+            if words.startswith("zlab serve"):
+                with log.open("ab") as written:
+                    servers.append(
+                        subprocess.Popen(
+                            ["bash", "-c", f"exec {words} --port {port}"], cwd=tmp_path, env=where,
+                            stdout=written, stderr=written,
+                        )
+                    )  # fmt: skip
+                wait_until_well(url, servers[-1], log)
+                continue
+            if words.startswith("zlab validate"):
+                stop()
+            done = subprocess.run(
+                ["bash", "-c", words], cwd=tmp_path, env=where, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}\n{log.read_text('utf-8')}"
+            said.append(done.stdout)
+        with urllib.request.urlopen(f"{url}/v1/policy") as answer:
+            assert b'"policy":"hybrid:tokens=64,window=8"' in answer.read()
+        stop()
+    finally:
+        for server in servers:
+            if server.poll() is None:
+                os.kill(server.pid, signal.SIGKILL)
+                server.wait()
+    traffic, validated, promoted, history = said
+    assert traffic.strip() == "12 x length"
+    assert "PASSED" in validated
+    assert "is live for smollm2-135m on l40s" in promoted
+    assert "validated -> live" in " ".join(history.split())
 
 
 def test_the_policy_of_the_readme_works_as_written(tmp_path: Path) -> None:
