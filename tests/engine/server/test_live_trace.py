@@ -1,6 +1,7 @@
 """What a server writes down of its traffic: the trace, the recordings, and that neither holds text."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import pytest
 from engine.server.live_trace import LiveRecording, RecordSettings
 from engine.server.trace_files import Rotation, TraceFiles
 from engine.server.writing import WritingThread
+from sim.cost import roofline
+from sim.drift import drift
+from sim.hardware import find_gpu, find_model
+from sim.recorded import RecordedRun
 from sim.redecide import redecide
 from tests.engine.engine_cases import SMALL, request
-from tests.engine.server.live_house import conversation_load, house
+from tests.engine.server.live_house import BUSY, ChangesPolicy, conversation_load, house
 from tests.engine.server.live_jobs import Answer, play
 from traces.asked import read_asked
 from traces.formats import read_trace
@@ -123,6 +128,27 @@ def test_the_recording_is_decided_again_from_salted_ids(written: tuple[Path, dic
     assert tokens == {id: len(answer.token_ids) for id, answer in answers.items()}
     recorded_digest, again = redecided(folder / "live")
     assert recorded_digest == again
+
+
+def test_changes_of_the_policy_are_in_the_recording_and_decided_again(tmp_path: Path) -> None:
+    """With a kill after them, too: the checkpoint knows them."""
+    recording = LiveRecording(tmp_path, BLOCK)
+    served = house([recording, ChangesPolicy("full-kv:window=4", BUSY)], may_become=("full-kv:window=4", BUSY))
+    play(served, conversation_load())
+    for _ in range(2):  # the engine's thread has been idle in between
+        served.worker.call(lambda _: None).result()
+    assert not served.worker.observers.failed
+    assert recording.wait(30)
+    killed = shutil.copytree(recording.folder, tmp_path / "killed")
+    served.worker.stop()
+    recording.close()
+    for folder in (recording.folder, killed):
+        manifest = load_run(folder / "live").manifest
+        assert [change["name"] for change in manifest["policy_changes"]] == ["full-kv:window=4", BUSY]
+        one, again = redecided(folder / "live")
+        assert one == again
+        found = drift(RecordedRun(folder / "live"), roofline(find_gpu("h200"), find_model("qwen3-8b")))
+        assert found.num_compared == 16
 
 
 def test_an_idle_server_has_everything_on_disk(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from engine.server.tally import TokenGaps
 from policies.core.blocks import BlockState
 from policies.core.request import Phase, Request, Status
 from tests.engine.engine_cases import request
-from tests.engine.server.live_house import BUSY, conversation_load, house
+from tests.engine.server.live_house import BUSY, ChangesPolicy, conversation_load, house
 from tests.engine.server.live_jobs import play
 from tests.shared import REPOSITORY
 
@@ -255,15 +255,24 @@ def test_a_new_engine_goes_on_counting() -> None:
 
 
 def test_a_change_of_policy_shows() -> None:
-    metrics = ServerMetrics("tiny")
-    served = house([metrics], "full-kv:window=4")
+    metrics, other = ServerMetrics("tiny"), "full-kv:prefix=none,window=4"
+    served = house([metrics, ChangesPolicy(other, every=40)], BUSY, may_become=(other,))
     before = parsed(metrics.exposition(served.worker.call))
-    again = parsed(metrics.exposition(served.worker.call))
+    play(served, conversation_load())
+    after = parsed(metrics.exposition(served.worker.call))
+    queries = one(after, "vllm:prefix_cache_queries_total")
+    play(served, [request("alone", list(range(5, 40)), 4)])
+    last = parsed(metrics.exposition(served.worker.call))
     served.worker.stop()
-    (labels,) = before["zlab:policy_info"]
-    assert dict(labels)["policy"] == "full-kv:window=4"
-    assert len(dict(labels)["digest"]) == 64
-    assert before["zlab:policy_info"] == again["zlab:policy_info"]
+    assert not served.worker.observers.failed
+    names = [dict(labels)["policy"] for page in (before, after) for labels in page["zlab:policy_info"]]
+    assert names == [BUSY, other]
+    digests = {dict(labels)["digest"] for page in (before, after) for labels in page["zlab:policy_info"]}
+    assert {len(digest) for digest in digests} == {64}
+    assert len(digests) == 2
+    assert [one(page, "zlab:policy_changes_total") for page in (before, after)] == [0, 1]
+    assert queries > 0
+    assert one(last, "vllm:prefix_cache_queries_total") == queries, "without a prefix cache nothing is looked up"
 
 
 def test_an_engine_that_hangs_leaves_the_last_figures() -> None:
