@@ -20,6 +20,7 @@ def replace_policy(state: State, policy: Policy, slots: SlotTable, mark: int) ->
     Returns requests that have all the output tokens that are now possible: the caller ends them.
     """
     before = state.policy
+    line = _line_up(state, policy)  # first: a policy of the user's own that raises has changed nothing yet
     for request in state.requests.values():
         state.decoding.settle_if_member(request)
         if policy.order.fair_by_session and not before.order.fair_by_session:
@@ -34,7 +35,7 @@ def replace_policy(state: State, policy: Policy, slots: SlotTable, mark: int) ->
     complete = [request for request in state.requests.values() if _cap(state, request)]
     _follow(state)
     _reserve(state)
-    _line_up(state)
+    state.waiting = line
     state.slots_due = state.admission_due = state.room_due = True
     return complete
 
@@ -142,14 +143,13 @@ def _reserve(state: State) -> None:
         state.reserved_blocks += request.reserved_blocks
 
 
-def _line_up(state: State) -> None:
-    """Whoever waits stands where the new order puts it."""
-    waiting = sorted(state.waiting, key=lambda request: request.number)
-    line = WaitingLine(state.policy.order)
+def _line_up(state: State, policy: Policy) -> WaitingLine:
+    """Whoever waits, where the new order puts it."""
+    line = WaitingLine(policy.order)
     line.succeed(state.waiting)
-    for request in waiting:
-        line.push(request, state.policy.order.key(request, state.history))
-    state.waiting = line
+    for request in sorted(state.waiting, key=lambda request: request.number):
+        line.push(request, policy.order.key(request, state.history))
+    return line
 
 
 def _cap(state: State, request: Request) -> bool:

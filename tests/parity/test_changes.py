@@ -17,6 +17,7 @@ from sim.replay import replay as simulate
 from tests.engine.engine_cases import tiny
 from tests.parity.parity_cases import CLOSED, CountingClock, decided_again, settings, workload
 from tests.parity.test_redecided import LIVE, TIMED
+from tests.zlab.command_line import zlab
 from traces.asked import read_asked
 from traces.recording import Recording, first_difference
 from traces.run import Run
@@ -88,6 +89,9 @@ def test_a_live_run_with_changes_from_its_folder_alone(tmp_path: Path) -> None:
     difference = first_difference(found.table("events"), again.tables.table("events"))
     assert difference is None, difference
     assert again.digest == found.manifest["digest"]
+    shown = zlab("parity", "--recording", str(tmp_path / "run"), "--json")
+    assert shown.exit_code == 0
+    assert '"equal": true' in shown.stdout
 
 
 def test_the_digest_covers_which_policy_took_over_and_when() -> None:

@@ -140,7 +140,7 @@ def copies_in_flight_are_forgotten(patch: Patch) -> None:
 
 
 def the_waiting_line_is_lost(patch: Patch) -> None:
-    patch.setattr(replacing, "_line_up", lambda state: setattr(state, "waiting", WaitingLine(state.policy.order)))
+    patch.setattr(replacing, "_line_up", lambda state, policy: WaitingLine(policy.order))
 
 
 def paused_ones_go_on_all_at_once(patch: Patch) -> None:

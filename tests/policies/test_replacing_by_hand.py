@@ -3,6 +3,7 @@
 Blocks of 4 tokens, a window of 2, a budget of 3 blocks unless said otherwise.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from policies.core.audit import audit
 from policies.core.errors import ConfigError
 from policies.core.events import Kind, Reason
 from policies.core.limits import Limits
-from policies.core.policy import Policy
+from policies.core.policy import History, Key, Policy
 from policies.core.request import Phase, Request, Status
 from policies.core.state import State
+from policies.ordering import FirstCome
+from policies.prefix import FullBlocks, NoSharing
 from policies.spec import load_policy, policy_mark
 from tests.policies.stage import Stage
 from traces.workload import TraceRequest
@@ -39,8 +42,8 @@ class House(Stage):
     def state(self) -> State:
         return self.scheduler.state
 
-    def change(self, policy: Policy) -> None:
-        self.scheduler.replace_policy(policy, self.now, policy_mark(policy))
+    def change(self, policy: Policy, mark: int | None = None) -> None:
+        self.scheduler.replace_policy(policy, self.now, policy_mark(policy) if mark is None else mark)
         audit(self.scheduler)
 
     def count(self, kind: Kind, request: Request | None = None) -> int:
@@ -74,6 +77,23 @@ def test_a_policy_that_cannot_work_with_the_limits_changes_nothing() -> None:
         house.change(budgeted(blocks=17))
     assert house.scheduler.digest() == before
     assert house.state.policy is policy
+    house.finish()
+
+
+def test_an_order_of_the_users_own_that_raises_changes_nothing() -> None:
+    class Raises(FirstCome):
+        def key(self, request: Request, history: History) -> Key:
+            raise ZeroDivisionError
+
+    house = House(replace(FULL, prefix=FullBlocks()), replace(LIMITS, max_running=1))
+    house.submit("A", tuple(range(8)), 10)
+    house.submit("B", 6, 10)
+    house.steps(3)
+    before = house.scheduler.digest()
+    with pytest.raises(ZeroDivisionError):
+        house.change(replace(budgeted(), order=Raises(), prefix=NoSharing()), mark=1)
+    audit(house.scheduler)
+    assert (house.scheduler.digest(), house.state.policy.name) == (before, FULL.name)
     house.finish()
 
 
