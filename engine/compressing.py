@@ -115,6 +115,8 @@ class CompressionStream:
                 self._work_s += time.perf_counter() - started
                 self._running.append(Started(numbers, None))
             elif inline:
+                if self._running:  # begun under another policy, on the side stream, in the same workspace
+                    torch.cuda.current_stream().wait_stream(self._stream)
                 self._timed_compress(requests)
                 self._running.append(Started(numbers, None))
             else:

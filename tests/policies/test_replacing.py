@@ -26,7 +26,7 @@ from tests.policies.cases import Draw, cases, policies, preset_policies
 from tests.policies.drive import Case, drive, job
 from tests.policies.test_laws import all_laws
 
-EXAMPLES = 120
+EXAMPLES = 60
 Patch = pytest.MonkeyPatch
 
 
