@@ -18,7 +18,7 @@ from engine.server.limits import BodyLimit, Door
 from engine.server.replicas_call import BrokenAnswerError, Forwarded, Part
 from engine.server.replicas_fleet import ReplicaLostError
 from engine.server.replicas_prompt import Demand, demand_of
-from engine.server.replicas_report import health, metrics, together
+from engine.server.replicas_report import health, metrics, policies, together
 from engine.server.replicas_roster import Roster
 from engine.server.sending import DONE, event, send_error
 from engine.server.settings import ServerSettings
@@ -85,7 +85,7 @@ class Front:
             case "/metrics", "GET":
                 report = metrics(self.roster, await self.roster.ask_all(request))
             case "/v1/policy", "GET":
-                report = together(await self.roster.ask_all(request))
+                report = policies(await self.roster.ask_all(request))
             case _, "GET" | "HEAD" | "OPTIONS":
                 await self._while_there(request, receive, send)
                 return

@@ -115,6 +115,27 @@ def together(replies: Sequence[Reply]) -> Report:
     return _json(replies[0].status, {**_said(replies[0]), "replicas": {r.member.name: _said(r) for r in replies}})
 
 
+def policies(replies: Sequence[Reply]) -> Report:
+    """`together` of `GET /v1/policy`. A lane whose policy is not the same everywhere has no digest here: null.
+
+    So whoever asks what runs is not told of one replica's policy as if it were all's. Raises as `together`.
+    """
+    report = together(replies)
+    if report.status != 200:
+        return report
+    said = json.loads(report.body)
+    rows = {name: _lanes(each) for name, each in said["replicas"].items()}
+    for row in said.get("lanes", ()):
+        found = {lanes.get(row["lane"], {}).get("digest") for lanes in rows.values()}
+        if len(found) > 1:
+            row |= {"policy": "not the same in every replica", "digest": None, "toml": None}
+    return _json(200, {**said, "agree": all(lane["digest"] for lane in said.get("lanes", ()))})
+
+
+def _lanes(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["lane"]: row for row in said.get("lanes", ())}
+
+
 def _names(roster: Roster) -> list[str]:
     """Every replica that there should be, and any that is there besides."""
     wanted = {str(number) for number in range(roster.fleet.num_wanted)}

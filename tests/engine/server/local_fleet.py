@@ -69,7 +69,8 @@ class Application:
                 page = f"# HELP asked_total Requests.\n# TYPE asked_total counter\nasked_total {self.num_asked}\n"
                 await _send(send, 200, page.encode())
             case "/v1/policy", "GET":
-                await _send_json(send, 200, {"policy": self.policy})
+                lane = {"lane": "live", "policy": self.policy, "digest": self.policy[::-1], "toml": self.policy}
+                await _send_json(send, 200, {"lanes": [lane]})
             case "/v1/policy", "POST" if self.refuses:
                 await _send_json(send, self.refuses, {"error": {"message": f"{self.name} does not want to"}})
             case "/v1/policy", "POST":

@@ -173,7 +173,9 @@ def test_a_change_reaches_all_and_those_that_come_later_before_any_request() -> 
         await place.roster.look()
         assert newcomer.policy == "third"
         assert len(place.roster.rule.replicas) == 2
-        assert (await place.get("/v1/policy")).json["replicas"]["1"] == {"policy": "third"}
+        found = (await place.get("/v1/policy")).json
+        assert (found["lanes"][0]["digest"], found["agree"]) == ("third"[::-1], True)
+        assert found["replicas"]["0"] == found["replicas"]["1"]
 
     play(story)
 
@@ -185,6 +187,9 @@ def test_a_change_that_one_replica_refuses_says_which() -> None:
         assert (call.status, call.error) == (502, "replicas_disagree")
         assert "replica 1: 1 does not want to" in call.json["error"]["message"]
         assert "done by: 0" in call.json["error"]["message"]
+        found = (await place.get("/v1/policy")).json
+        assert (found["lanes"][0]["digest"], found["agree"]) == (None, False), "nobody is told of one for all"
+        assert [row["lanes"][0]["policy"] for row in found["replicas"].values()] == ["second", "first"]
         place.fleet.of("0")[1].refuses = 400
         call = await place.change("second")
         assert (call.status, call.json["error"]["message"]) == (400, "0 does not want to")
