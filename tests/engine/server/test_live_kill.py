@@ -47,7 +47,10 @@ def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, num_rows: int)
     raise AssertionError(f"no {num_rows} rows within {START_WITHIN_S:.0f} s")
 
 
-@pytest.mark.parametrize("num_rows", [1, 30])
+SOAK = [pytest.param(num_rows, marks=pytest.mark.soak) for num_rows in (1, 2, 5, 11, 17, 44, 71, 113)]
+
+
+@pytest.mark.parametrize("num_rows", [30, *SOAK])
 def test_a_killed_server_leaves_a_trace_and_a_recording(tmp_path: Path, num_rows: int) -> None:
     with recording_process(tmp_path) as process:
         folder = wait_for_rows(process, tmp_path, num_rows)
