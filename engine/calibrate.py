@@ -18,7 +18,7 @@ from engine.build import EngineSettings, find_device, find_dtype
 from engine.calibrate_copies import compression_cell, swap_cells
 from engine.calibrate_grid import FULL, QUICK, Chunks, Grid
 from engine.calibrate_stage import Deadline, Stage, free_memory
-from engine.calibrate_steps import Cell, CellError, beside_cell, check_chunks, decode_cell, mixed_cells, prefill_cell
+from engine.calibrate_steps import Cell, CellError, beside_cell, decode_cell, mixed_cells, prefill_cell, rested_cell
 from engine.errors import EngineError
 from engine.loading import DUMMY, LoadedModel, default_dtype, load_model
 from engine.sampling_params import SamplingParams
@@ -108,7 +108,9 @@ class _Calibration:
             for batch in self._batches(grid.mixed_batches, max(chunks.number for chunks in grid.mixed)):
                 self._add("steps", f"prefill beside {batch} decodes", self._mixed, stage, batch)
             for chunks in grid.prefills:
-                self._add("steps", _words("prefill", chunks), _checked_prefill, stage, chunks, grid.repeats)
+                self._add("steps", _words("prefill", chunks), prefill_cell, stage, chunks, grid.repeats)
+            for chunks in grid.rested:
+                self._add("steps", _words("rested", chunks), rested_cell, stage, chunks, grid.repeats)
             for batch in self._batches(grid.sampled):
                 self._add("sampling", f"draw {batch}", self._drawn, stage, batch)
 
@@ -241,11 +243,6 @@ class _Calibration:
 
     def _skip(self, what: str, reason: str) -> None:
         self._skipped.append({"what": what, "reason": reason})
-
-
-def _checked_prefill(stage: Stage, chunks: Chunks, repeats: int) -> Cell:
-    check_chunks(stage, chunks)
-    return prefill_cell(stage, chunks, repeats)
 
 
 def _words(part: str, chunks: Chunks) -> str:

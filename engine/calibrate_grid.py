@@ -24,7 +24,8 @@ class Grid:
 
     Attributes:
         batches, contexts: decodes, and blocks of mean context each; they are uneven, as lengths of outputs are.
-        prefills: steps of prefill chunks alone.
+        prefills: steps of prefill chunks alone, back to back.
+        rested: the same, each begun on a device at rest.
         mixed_batches, mixed_context, mixed: the same beside decodes.
         beside, beside_batches: decodes beside compressions, and sequences compressed at once.
         sources, compressed: blocks of a sequence that is compressed, and how many at once.
@@ -44,6 +45,7 @@ class Grid:
         Chunks(2, 480), Chunks(4, 64), Chunks(4, 64, 8), Chunks(8, 120), Chunks(16, 16), Chunks(16, 16, 4),
         Chunks(32, 4),
     )  # fmt: skip
+    rested: tuple[Chunks, ...] = (Chunks(1, 1), Chunks(1, 4), Chunks(1, 8), Chunks(1, 16), Chunks(1, 32), Chunks(2, 8))
     mixed_batches: tuple[int, ...] = (12, 60, 176)
     mixed_context: int = 8
     mixed: tuple[Chunks, ...] = (
@@ -71,6 +73,7 @@ QUICK = replace(
         Chunks(1, 4), Chunks(1, 16), Chunks(1, 64), Chunks(1, 256), Chunks(1, 32, 8), Chunks(1, 64, 16), Chunks(4, 16),
         Chunks(4, 16, 4),
     ),
+    rested=(Chunks(1, 1), Chunks(1, 8), Chunks(1, 32)),
     mixed_batches=(4, 60),
     mixed=(Chunks(1, 4), Chunks(1, 64), Chunks(1, 128), Chunks(1, 32, 8), Chunks(4, 16)),
     beside=(4, 48),

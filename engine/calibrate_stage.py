@@ -46,7 +46,8 @@ class Stage:
 
     def __init__(self, settings: EngineSettings, loaded: LoadedModel, seed: int = 0) -> None:
         """On a CPU a step is over when it has been launched; there it is taken in before the next is planned."""
-        self.engine = build_engine(replace(settings, overlap=settings.device != "cpu"), loaded)
+        self.plans_ahead = settings.device != "cpu"
+        self.engine = build_engine(replace(settings, overlap=self.plans_ahead), loaded)
         self.block_size = self.engine.limits.block_size
         self.pool_tokens = self.engine.limits.num_blocks * self.block_size
         self.longest = self.engine.limits.max_model_len

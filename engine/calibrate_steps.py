@@ -1,5 +1,6 @@
 """Step times: decodes by batch and context, prefill by chunk and prefix, both in one step, compressions beside them."""
 
+import time
 from collections.abc import Sequence
 from math import exp
 from statistics import NormalDist
@@ -80,17 +81,39 @@ def decode_cell(
     if len(at) < repeats * steps:
         raise CellError(f"only {len(at)} of {repeats * steps} steps held the whole batch")
     at = at[: repeats * steps]
-    return _cell("decode", found, at, found.seconds[at].reshape(repeats, steps).mean(axis=1))
+    return _cell("decode", found, at, found.seconds[at].reshape(repeats, steps).mean(axis=1), 0.0)
 
 
 def prefill_cell(stage: Stage, chunks: Chunks, repeats: int) -> Cell:
     """Prefill chunks alone, a step a repeat, back to back."""
+    check_chunks(stage, chunks)
     _cache_prefixes(stage, chunks)
     for _ in range(repeats + 1):
-        _submit_chunks(stage, chunks)
+        _submit(stage, _prompts(stage, chunks))
         stage.step()
     found = stage.take()
     return _chunk_cell(stage, "prefill", chunks, 0, found)
+
+
+def rested_cell(stage: Stage, chunks: Chunks, repeats: int) -> Cell:
+    """Prefill chunks alone, each step begun on a device at rest: from the request's submission to its token."""
+    check_chunks(stage, chunks)
+    _cache_prefixes(stage, chunks)
+    seconds = []
+    for _ in range(repeats + 1):
+        stage.pause()
+        prompts = _prompts(stage, chunks)
+        began = time.perf_counter()
+        _submit(stage, prompts)
+        stage.step()
+        stage.pause()
+        seconds.append(time.perf_counter() - began)
+    count = chunks.tokens(stage.block_size)
+    found = stage.take()
+    at = np.flatnonzero((found.counts["prefills"] == chunks.number) & (found.counts["decodes"] == 0))
+    if len(at) != repeats + 1 or not (found.counts["prefill_tokens"] == chunks.number * count).all():
+        raise CellError("no step held exactly these chunks: their prefixes were not found in the cache")
+    return _cell("prefill", found, at[1:], np.array(seconds[1:]), 0.0)
 
 
 def mixed_cells(stage: Stage, batch: int, mean_blocks: int, grid: Sequence[Chunks], repeats: int) -> list[Cell | str]:
@@ -106,7 +129,7 @@ def mixed_cells(stage: Stage, batch: int, mean_blocks: int, grid: Sequence[Chunk
             stage.take()
             stage.step()
             for _ in range(repeats + 1):
-                _submit_chunks(stage, chunks)
+                _submit(stage, _prompts(stage, chunks))
                 stage.step(2)
             found.append(_chunk_cell(stage, "mixed", chunks, batch, stage.take()))
         except CellError as error:
@@ -193,10 +216,15 @@ def _cache_prefixes(stage: Stage, chunks: Chunks) -> None:
         stage.take()
 
 
-def _submit_chunks(stage: Stage, chunks: Chunks) -> None:
-    for number in range(chunks.number):
-        prefix = stage.line(number, chunks.prefix_blocks * stage.block_size)
-        stage.submit(prefix + stage.fresh(chunks.tokens(stage.block_size)), 1)
+def _prompts(stage: Stage, chunks: Chunks) -> list[list[int]]:
+    """One prompt a chunk: a cached beginning, then tokens nobody has seen."""
+    prefixes = [stage.line(number, chunks.prefix_blocks * stage.block_size) for number in range(chunks.number)]
+    return [prefix + stage.fresh(chunks.tokens(stage.block_size)) for prefix in prefixes]
+
+
+def _submit(stage: Stage, prompts: Sequence[Sequence[int]]) -> None:
+    for prompt in prompts:
+        stage.submit(prompt, 1)
 
 
 def _chunk_cell(stage: Stage, part: str, chunks: Chunks, batch: int, found: Steps) -> Cell:
@@ -206,11 +234,16 @@ def _chunk_cell(stage: Stage, part: str, chunks: Chunks, batch: int, found: Step
     at = np.flatnonzero(found.where(prefills=chunks.number, decodes=batch, **wanted))
     if not len(at):
         raise CellError("no step held exactly these chunks: their prefixes were not found in the cache")
-    return _cell(part, found, at, found.seconds[at])
+    before_s = float(np.nanmedian(found.seconds[at - 1])) if stage.plans_ahead else 0.0
+    return _cell(part, found, at, found.seconds[at], before_s)
 
 
-def _cell(part: str, found: Steps, at: Any, seconds: Any) -> Cell:
-    """One row of the measurements: the counts of the middle one of these steps, and the repeats' times."""
+def _cell(part: str, found: Steps, at: Any, seconds: Any, before_s: float) -> Cell:
+    """One row of the measurements: the counts of the middle one of these steps, and the repeats' times.
+
+    `before_s`: what the step before took, while which a step with chunks was launched.
+    """
     middle = at[len(at) // 2]
     names = ("decodes", "context_tokens", "prefills", "prefill_tokens", "prefill_pairs")
-    return {"part": part} | {name: int(found.counts[name][middle]) for name in names} | {"seconds": spread(seconds)}
+    counts = {name: int(found.counts[name][middle]) for name in names}
+    return {"part": part, **counts, "before_s": before_s, "seconds": spread(seconds)}

@@ -20,7 +20,7 @@ COEFFICIENT_UNITS: dict[str, str] = {
     "kv_read_token_s": "s per cached token read by a decode",
     "attention_pair_s": "s per (query, key) pair of a prefill",
     "prefill_step_s": "s per step with prefill chunks, besides",
-    "launch_s": "s that a step with prefill chunks takes at least",
+    "launch_s": "s to launch a step with prefill chunks, begun with the step before",
     "compression_start_s": "s per step that starts compressions",
     "compression_launch_s": "s per compressed sequence",
     "compression_source_token_s": "s per token taking part in a compression",
@@ -122,14 +122,20 @@ class CostModel:
         return self.step_s + matmul_s + self.request_s * num_decodes + self.kv_read_token_s * context_tokens
 
     def step_seconds(
-        self, num_decodes: int, context_tokens: int, prefill_tokens: int, prefill_pairs: int, num_prefills: int
+        self,
+        num_decodes: int,
+        context_tokens: int,
+        prefill_tokens: int,
+        prefill_pairs: int,
+        num_prefills: int,
+        before_s: float = 0.0,
     ) -> float:
         """Seconds of a step that mixes decodes (as in `decode_seconds`) with `num_prefills` prefill chunks.
 
         `prefill_tokens` are the chunks' tokens; `prefill_pairs` their (query, key) pairs, summed over the chunks
         (`policies.core.plan`). Equal to `decode_seconds`, to the last bit, when the three are zero. With chunks the
-        step is no graph: it takes `launch_s` at least, which the device's work hides where that is longer, and
-        `prefill_step_s` that nothing hides.
+        step is no graph: launching it takes `launch_s`, begun `before_s` ago while the step before ran; what is left of
+        that hides behind the device's work, or is waited for. Nothing hides `prefill_step_s`.
         """
         matmul_s = (
             self.decode_token_s * num_decodes + self.layer_token_s * prefill_tokens + self.head_row_s * num_prefills
@@ -140,7 +146,8 @@ class CostModel:
         decode_s = self.step_s + matmul_s + self.request_s * num_requests + self.kv_read_token_s * context_tokens
         if not num_prefills:
             return decode_s
-        return max(decode_s + self.attention_pair_s * prefill_pairs, self.launch_s) + self.prefill_step_s
+        work_s = decode_s + self.attention_pair_s * prefill_pairs
+        return max(work_s, self.launch_s - before_s) + self.prefill_step_s
 
     def compression_seconds(self, source_tokens: int, kept_tokens: int) -> float:
         """Seconds to compress one sequence from `source_tokens` to `kept_tokens`, alone on the GPU.

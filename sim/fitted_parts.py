@@ -69,7 +69,7 @@ class Steps:
     """Steps: linear but for the two places where one thing hides another.
 
     Which rows wait for the weights and which for the arithmetic of the products, and which wait for their launches, is
-    searched for: rows are cut by their number of operations, and steps with prefill by their time.
+    searched for: rows are cut by their number of operations, steps with prefill by the time since they were planned.
     """
 
     def __init__(self, table: Table, model: Model) -> None:
@@ -80,6 +80,7 @@ class Steps:
         heads = table["decodes"] + table["prefills"]
         self._flops = model.layer_flops_per_token * rows + model.head_flops_per_row * heads
         self._chunked = table["prefills"] > 0
+        self._launching = self.measured + table["before_s"]  # from when a step could be launched to its end
 
     @property
     def groups(self) -> Mapping[str, Mask]:
@@ -98,7 +99,7 @@ class Steps:
         """See `Part`."""
         flops = np.unique(self._flops[kept])
         cuts = np.concatenate([(flops[1:] + flops[:-1]) / 2, [np.inf]])  # above it the arithmetic counts
-        times = np.unique(self.measured[kept & self._chunked])
+        times = np.unique(self._launching[kept & self._chunked])
         waits = np.concatenate([[0.0], times])  # up to it a step with prefill waits for its launches
         best, found = np.inf, {}
         cut, wait = np.inf, 0.0
@@ -119,7 +120,7 @@ class Steps:
     def _fit_cut(self, kept: Mask, cut: float, wait: float) -> tuple[float, dict[str, float]]:
         """Least squares with the rows so divided, and the error that the undivided model then has."""
         table = self.table
-        arithmetic, launches = self._flops > cut, self._chunked & (self.measured <= wait)
+        arithmetic, launches = self._flops > cut, self._chunked & (self._launching <= wait)
         works = ~launches
         terms = np.stack(
             [
@@ -135,7 +136,9 @@ class Steps:
             axis=1,
         ).astype(np.float64)
         weighted = (terms / self.measured[:, None])[kept]
-        values = dict(zip(STEP_TERMS, nonnegative_least_squares(weighted, np.ones(int(kept.sum()))), strict=True))
+        known = table["before_s"] * launches  # of the launch, that much was over when the step began
+        aim = (1.0 + known / self.measured)[kept]
+        values = dict(zip(STEP_TERMS, nonnegative_least_squares(weighted, aim), strict=True))
         flop_s = float(values.pop("product_flop_s"))
         found = {name: float(value) for name, value in values.items()}
         found |= {

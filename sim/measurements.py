@@ -29,6 +29,7 @@ TIMES: Mapping[str, tuple[str, ...]] = {
     "steps": ("seconds",), "compressions": ("seconds",), "beside": ("seconds", "after"), "swaps": ("seconds",),
     "sampling": ("drawn", "plain"), "host": ("seconds",),
 }  # fmt: skip
+NUMBERS: Mapping[str, tuple[str, ...]] = {"steps": ("before_s",), "host": ("before_s",)}  # seconds, perhaps none
 PARTS = ("decode", "prefill", "mixed")
 
 
@@ -100,7 +101,8 @@ def _table(document: Mapping[str, Any], name: str, where: str) -> Table:
     rows = document.get(name)
     if not isinstance(rows, list):
         raise MeasurementError(f"{where}: {name} must be a list, got {rows!r}")
-    columns: dict[str, list[float]] = {key: [] for key in (*COUNTS[name], *TIMES[name])}
+    numbers = NUMBERS.get(name, ())
+    columns: dict[str, list[float]] = {key: [] for key in (*COUNTS[name], *TIMES[name], *numbers)}
     widths: list[float] = []
     for index, row in enumerate(rows):
         here = f"{where}: {name}[{index}]"
@@ -108,6 +110,8 @@ def _table(document: Mapping[str, Any], name: str, where: str) -> Table:
             raise MeasurementError(f"{here}: must be an object, got {row!r}")
         for key in COUNTS[name]:
             columns[key].append(_whole(row, key, here))
+        for key in numbers:
+            columns[key].append(_seconds(row, key, here, least=0.0))
         for key in TIMES[name]:
             spread = _object(row, key, here)
             median, low, high = (_seconds(spread, mark, f"{here}.{key}") for mark in ("median", "low", "high"))
@@ -146,8 +150,9 @@ def _whole(row: Mapping[str, Any], key: str, where: str, least: int = 0) -> int:
     return value
 
 
-def _seconds(row: Mapping[str, Any], key: str, where: str) -> float:
+def _seconds(row: Mapping[str, Any], key: str, where: str, least: float = 1e-12) -> float:
     value = row.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise MeasurementError(f"{where}.{key}: must be a finite number of seconds above 0, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
+        above = "of at least 0" if least == 0.0 else "above 0"
+        raise MeasurementError(f"{where}.{key}: must be a finite number of seconds {above}, got {value!r}")
     return float(value)

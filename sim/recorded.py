@@ -147,19 +147,24 @@ class RecordedRun:
         return found
 
     @cached_property
+    def _afresh(self) -> npt.NDArray[np.bool_]:
+        """The steps before which no request was there but those that came with them."""
+        served = self._served
+        arrival_steps, finish_steps = self._by_number("arrival_step")[served], self._by_number("finish_step")[served]
+        gone = np.where(finish_steps < 0, np.iinfo(np.int64).max, finish_steps)
+        steps = np.arange(self.steps.num_rows)
+        come = np.searchsorted(np.sort(arrival_steps), steps, side="left")  # before this step's own
+        left = np.searchsorted(np.sort(gone), steps, side="right")
+        return np.asarray(come - left <= 0, dtype=bool)
+
+    @cached_property
     def idle_s(self) -> FloatArray:
         """Seconds before every step in which no request was there."""
         ends = self.column("end_s")
         before = np.concatenate([[float(self.arrival_s.min())], ends[:-1]])
-        served = self._served
-        arrival_steps, finish_steps = self._by_number("arrival_step")[served], self._by_number("finish_step")[served]
-        gone = np.where(finish_steps < 0, np.iinfo(np.int64).max, finish_steps)
-        arrival_s = self.arrival_s[served]
+        arrival_steps, arrival_s = self._by_number("arrival_step")[self._served], self.arrival_s[self._served]
         found = np.zeros(len(ends))
-        steps = np.arange(len(ends))
-        come = np.searchsorted(np.sort(arrival_steps), steps, side="left")  # before this step's own
-        left = np.searchsorted(np.sort(gone), steps, side="right")
-        for step in np.flatnonzero(come - left <= 0):
+        for step in np.flatnonzero(self._afresh):
             own = arrival_s[arrival_steps == step]
             if len(own):
                 found[step] = max(float(own.min()) - float(before[step]), 0.0)
@@ -220,7 +225,10 @@ class RecordedRun:
 
     def priced(self, cost: CostModel) -> FloatArray:
         """What the model says that each of these very steps takes."""
-        work = step_seconds(cost, {name: self.column(name).astype(np.float64) for name in PRICED})
+        columns = {name: self.column(name).astype(np.float64) for name in PRICED}
+        if self.planned_ahead:
+            columns["before_s"] = np.where(self._afresh, 0.0, np.concatenate([[0.0], self.busy_s[:-1]]))
+        work = step_seconds(cost, columns)
         compressions = np.zeros(len(work))
         for step, source, kept in self.compression_tasks:
             if step < len(work):

@@ -158,7 +158,9 @@ class Simulation:
         if not chunks:
             return cost.decode_seconds(plan.num_decodes, plan.context_tokens) if plan.num_decodes else 0.0
         pairs = sum(chunk.pairs for chunk in chunks)
-        return cost.step_seconds(plan.num_decodes, plan.context_tokens, plan.num_prefill_tokens, pairs, len(chunks))
+        counts = (plan.num_decodes, plan.context_tokens, plan.num_prefill_tokens, pairs, len(chunks))
+        before_s = (self._now_ns - self._planned_ns) / NS_PER_S if self._plan_ahead else 0.0
+        return cost.step_seconds(*counts, before_s)
 
     def _carry_out(self, plan: StepPlan) -> Process:
         """Let both streams do what the plan says; ends when the step ends."""

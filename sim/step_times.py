@@ -19,13 +19,15 @@ Columns = Mapping[str, npt.NDArray[np.float64]]
 def step_seconds(cost: CostModel, steps: Columns) -> FloatArray:
     """`CostModel.step_seconds` of every step; 0 for one without decodes and prefill chunks.
 
-    `steps` has columns `decodes`, `context_tokens`, `prefills`, `prefill_tokens`, `prefill_pairs`.
+    `steps` has columns `decodes`, `context_tokens`, `prefills`, `prefill_tokens`, `prefill_pairs` and, where steps are
+    planned ahead, `before_s`.
     """
     decodes, prefills = steps["decodes"], steps["prefills"]
     products = cost.decode_token_s * decodes + cost.layer_token_s * steps["prefill_tokens"] + cost.head_row_s * prefills
     seconds = cost.step_s + np.maximum(products, cost.weight_read_s) + cost.request_s * (decodes + prefills)
     seconds = seconds + cost.kv_read_token_s * steps["context_tokens"]
-    chunked = np.maximum(seconds + cost.attention_pair_s * steps["prefill_pairs"], cost.launch_s) + cost.prefill_step_s
+    launch = cost.launch_s - steps.get("before_s", np.zeros(len(decodes)))
+    chunked = np.maximum(seconds + cost.attention_pair_s * steps["prefill_pairs"], launch) + cost.prefill_step_s
     found = np.where(prefills > 0, chunked, seconds)
     return np.asarray(np.where(decodes + prefills > 0, found, 0.0), dtype=np.float64)
 

@@ -23,6 +23,7 @@ from engine.calibrate_steps import (
     decode_cell,
     mixed_cells,
     prefill_cell,
+    rested_cell,
 )
 from engine.errors import EngineError
 from engine.loading import LoadedModel, load_model
@@ -37,9 +38,9 @@ SETTINGS = EngineSettings(
     model="dummy:tiny", num_blocks=200, block_size=BLOCK, max_batched_tokens=1024, max_running=8, device="cpu"
 )
 FAST = replace(
-    QUICK, batches=(1, 3), contexts=(2,), prefills=(Chunks(1, 16), Chunks(2, 8, 2)), mixed_batches=(2,),
-    mixed_context=3, mixed=(Chunks(1, 16), Chunks(1, 4096)), beside=(3,), beside_batches=(1, 2), sources=(3, 5),
-    compressed=(1, 2), swapped=(1, 3), sampled=(2,), repeats=2, steps=2,
+    QUICK, batches=(1, 3), contexts=(2,), prefills=(Chunks(1, 16), Chunks(2, 8, 2)), rested=(Chunks(1, 4),),
+    mixed_batches=(2,), mixed_context=3, mixed=(Chunks(1, 16), Chunks(1, 4096)), beside=(3,), beside_batches=(1, 2),
+    sources=(3, 5), compressed=(1, 2), swapped=(1, 3), sampled=(2,), repeats=2, steps=2,
 )  # fmt: skip
 
 
@@ -76,6 +77,14 @@ def test_a_prefill_cell_finds_its_prefixes_in_the_cache() -> None:
     assert found["prefill_pairs"] == 2 * prefill_pairs(3 * BLOCK, 24)
     assert found["seconds"]["count"] == 3
     assert not on.engine.scheduler.state.requests
+
+
+def test_a_rested_cell_begins_with_nothing_under_way() -> None:
+    on = stage()
+    found = rested_cell(on, Chunks(2, 24, 3), 3)
+    assert (found["part"], found["prefills"], found["prefill_tokens"], found["before_s"]) == ("prefill", 2, 48, 0.0)
+    assert found["seconds"]["count"] == 3
+    assert found["seconds"]["low"] > 0.0
 
 
 def test_mixed_cells_have_both_and_say_what_does_not_fit() -> None:

@@ -45,15 +45,22 @@ def document(truth: dict[str, float], noise: float, seed: int, most_context: int
         median = seconds * float(np.exp(generator.normal(0.0, noise)))
         return {"median": median, "low": median * 0.99, "high": median * 1.01, "count": 5}
 
-    def step(part: str, decodes: int, context: int, chunks: Chunks | None = None) -> dict[str, Any]:
+    def step(
+        part: str, decodes: int, context: int, chunks: Chunks | None = None, rested: bool = False
+    ) -> dict[str, Any]:
         number, count, pairs = 0, 0, 0
         if chunks is not None:
             number, count = chunks.number, chunks.tokens(BLOCK)
             pairs = number * prefill_pairs(chunks.prefix_blocks * BLOCK, count)
         counts = (decodes, context, number * count, pairs, number)
+        before_s = cost.decode_seconds(decodes, context) if part == "mixed" else 0.0
+        if part == "prefill" and not rested:  # back to back: each is launched while one like it runs
+            half = (cost.launch_s + cost.prefill_step_s) / 2
+            before_s = max(cost.step_seconds(*counts, 1.0), half)
         return {
             "part": part, "decodes": decodes, "context_tokens": context, "prefills": number,
-            "prefill_tokens": number * count, "prefill_pairs": pairs, "seconds": spread(cost.step_seconds(*counts)),
+            "prefill_tokens": number * count, "prefill_pairs": pairs, "before_s": before_s,
+            "seconds": spread(cost.step_seconds(*counts, before_s)),
         }  # fmt: skip
 
     steps = [
@@ -63,6 +70,7 @@ def document(truth: dict[str, float], noise: float, seed: int, most_context: int
         if batch * blocks * BLOCK <= most_context
     ]
     steps += [step("prefill", 0, 0, chunks) for chunks in FULL.prefills]
+    steps += [step("prefill", 0, 0, chunks, rested=True) for chunks in FULL.rested]
     steps += [
         step("mixed", batch, batch * FULL.mixed_context * BLOCK, chunks)
         for batch in FULL.mixed_batches

@@ -60,6 +60,8 @@ def test_a_mixed_step_by_hand() -> None:
 def test_a_small_mixed_step_waits_for_its_launches() -> None:
     # 1 + 64 + 2 x 0.125 + 1 = 66.25 of work on the device hide behind 100 of launches; 8 come on top
     assert PLAIN.step_seconds(1, 16, 4, 0, 1) == 100 + 8
+    assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=20.0) == 80 + 8  # that much was over when it began
+    assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=40.0) == 66.25 + 8
 
 
 def test_compression_and_swap_by_hand() -> None:

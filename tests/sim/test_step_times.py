@@ -28,10 +28,15 @@ def test_columns_are_priced_like_single_steps() -> None:
         zip(("decodes", "context_tokens", "prefills", "prefill_tokens", "prefill_pairs"), counts.T, strict=True)
     )
     columns["prefill_tokens"] = columns["prefill_tokens"] * 20
-    found = step_seconds(COST, {name: values.astype(np.float64) for name, values in columns.items()})
+    before = generator.uniform(0.0, 0.01, 200)
+    found = step_seconds(
+        COST, {"before_s": before} | {name: values.astype(np.float64) for name, values in columns.items()}
+    )
     for place, seconds in enumerate(found):
         decodes, context, prefills, tokens, pairs = (int(values[place]) for values in columns.values())
-        expected = COST.step_seconds(decodes, context, tokens, pairs, prefills) if decodes or prefills else 0.0
+        expected = (
+            COST.step_seconds(decodes, context, tokens, pairs, prefills, before[place]) if decodes or prefills else 0.0
+        )
         assert seconds == pytest.approx(expected, rel=1e-12)
     assert (found == 0.0).sum() >= 18
 

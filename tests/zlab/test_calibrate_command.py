@@ -14,9 +14,9 @@ from tests.zlab.command_line import errors, zlab
 
 torch.set_num_threads(1)
 FEW = replace(
-    QUICK, batches=(1, 3), contexts=(2,), prefills=(Chunks(1, 16), Chunks(1, 64)), mixed_batches=(2,), mixed_context=3,
-    mixed=(Chunks(1, 16),), beside=(2,), beside_batches=(1,), sources=(3, 5), compressed=(1, 2), swapped=(1, 3),
-    sampled=(2,), repeats=2, steps=2,
+    QUICK, batches=(1, 3), contexts=(2,), prefills=(Chunks(1, 16), Chunks(1, 64)), rested=(Chunks(1, 4),),
+    mixed_batches=(2,), mixed_context=3, mixed=(Chunks(1, 16),), beside=(2,), beside_batches=(1,), sources=(3, 5),
+    compressed=(1, 2), swapped=(1, 3), sampled=(2,), repeats=2, steps=2,
 )  # fmt: skip
 TINY = ("--model", "dummy:tiny", "--device", "cpu", "--block-size", "16", "--max-running", "4", "--kv-blocks", "100")
 
