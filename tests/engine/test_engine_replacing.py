@@ -11,11 +11,12 @@ from engine.build import EngineSettings
 from engine.cache import CacheShape
 from engine.errors import EngineError
 from engine.reserved import Reserved
+from engine.submitting import submit
 from policies.core.errors import ConfigError
 from policies.core.events import Kind
 from policies.core.request import Phase, Status
 from policies.spec import load_policy
-from tests.engine.engine_cases import Watched, mixed, play, prompt, request, tiny, watched
+from tests.engine.engine_cases import GREEDY, Watched, mixed, play, prompt, request, tiny, watched
 from traces.workload import TraceRequest
 
 FULL, HYBRID, CONSTRAINED = "full-kv", "hybrid:tokens=40,window=4", "constrained:tokens=24,window=6"
@@ -157,3 +158,30 @@ def test_a_card_has_room_for_the_slots_of_every_policy(monkeypatch: pytest.Monke
         assert taken < 0.9 * (6 << 30) - build.GRAPH_RESERVE_BYTES
         blocks[name] = limits.num_blocks
     assert blocks["full-kv"] > blocks["full-kv, hybrid"] == blocks["hybrid"] > blocks["full-kv, small"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_card_a_change_allocates_nothing_and_captures_nothing() -> None:
+    """With graphs and without, the same decisions as on the CPU; what was set aside at the start is all there is."""
+    digests = set()
+    for device, graphs in (("cuda", True), ("cuda", False), ("cpu", None)):
+        settings = EngineSettings(
+            "dummy:tiny", FULL, tuple(ROUND.values()), 20, 16, max_batched_tokens=64, max_running=16, max_model_len=400,
+            device=device, use_graphs=graphs,
+        )  # fmt: skip
+        engine = build.build_engine(settings)
+        for asked in REQUESTS:
+            submit(engine, asked, list(asked.prompt_ids or ()), GREEDY)
+        left = dict(ROUND)
+        while engine.scheduler.state.requests:
+            if (spec := left.pop(engine.scheduler.next_step, None)) is not None:
+                engine.loop.drain()
+                held = torch.cuda.memory_allocated() if device == "cuda" else 0
+                engine.loop.replace_policy(load_policy(spec))
+                assert device == "cpu" or torch.cuda.memory_allocated() <= held
+            engine.loop.step()
+        engine.loop.drain()
+        assert not left
+        digests.add(engine.scheduler.digest())
+    assert len(digests) == 1
