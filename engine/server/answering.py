@@ -126,7 +126,8 @@ class Answer(Response):
     def _encode(self) -> list[list[int]]:
         body = self._ask.body
         if isinstance(body, ChatRequest):
-            return [self._house.prompts.chat([message.for_template() for message in body.messages])]
+            messages = [message.for_template() for message in body.messages]
+            return [self._house.prompts.chat(messages, body.chat_template_kwargs or {})]
         return self._house.prompts.completion(body.prompt)
 
     def _make_job(self, prompts: list[list[int]]) -> Job:

@@ -2,10 +2,13 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from inspect import signature
 from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from engine.errors import EngineError, ModelError
 from engine.loading import LoadedModel
@@ -14,6 +17,7 @@ from engine.submitting import check_token_ids
 from engine.tokenizer import Tokenizer
 
 NAMES_KEPT = 8192
+NOT_FOR_TEMPLATES = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 Texts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 T = TypeVar("T")
 
@@ -51,12 +55,15 @@ class Prompts:
             for place, item in enumerate(prompt)
         ]
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the answer begins. Raises ApiError."""
+    def chat(self, messages: Sequence[dict[str, Any]], values: Mapping[str, bool | int | str]) -> list[int]:
+        """Token ids of a conversation up to where the answer begins; `values` are for the template. Raises ApiError."""
         if self._tokenizer is None:
             raise invalid("messages", self._no_text())
+        for name in values:
+            if name in NOT_FOR_TEMPLATES:  # it would change what is made of the template, not what is in it
+                raise invalid("chat_template_kwargs", f"chat_template_kwargs may not set {name!r}")
         try:
-            return self._bounded(self._tokenizer.chat(messages), "messages")
+            return self._bounded(self._tokenizer.chat(messages, **values), "messages")
         except ModelError as error:
             raise invalid("messages", str(error)) from error
 

@@ -94,6 +94,9 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=0, le=MOST_TOKENS, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, bool | int | str] | None = Field(
+        None, description="Values for the chat template, as enable_thinking (by vLLM's name)."
+    )
 
 
 class PolicyChangeRequest(BaseModel):

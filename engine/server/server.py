@@ -11,6 +11,7 @@ from engine.build import EngineSettings
 from engine.errors import EngineError
 from engine.server.app import Routes, create_app
 from engine.server.changing import Order, carry_out
+from engine.server.errors import ApiError
 from engine.server.house import House
 from engine.server.keys import Keys
 from engine.server.lanes import CANARY, Lane
@@ -22,7 +23,10 @@ from engine.server.routes_admin import admin_routes
 from engine.server.routes_metrics import ResponseCount, metrics_routes
 from engine.server.settings import ServerSettings
 from engine.server.watch import Watch, WatchSettings
+from policies.core.errors import ConfigError
+from policies.core.limits import Limits
 from policies.core.policy import Policy
+from policies.core.slot_table import SlotTable
 from policies.gates import Gates
 from policies.registry import Registry, Stage, Standing, Target
 from policies.spec import PolicyError, load_policy, policy_digest
@@ -32,6 +36,7 @@ Before = tuple[Policy, str | None]  # a policy and the id of its evidence
 LOG = logging.getLogger("zlab.server")
 SIGNED_AS = "serve"
 DEFAULT_POLICY = "hybrid"
+ENOUGH_BLOCKS = 1 << 16
 MAY_GO_LIVE = (Stage.VALIDATED, Stage.CANARY, Stage.LIVE)
 
 
@@ -87,7 +92,11 @@ def open_server(plan: ServerPlan, name: str = "") -> tuple[House, ASGIApp]:
     house = replace(house, at_close=tuple(at_close))
     if watch is not None:
         watch.bind(house.worker)
-    house.worker.call(lambda lanes: _take_stands(lanes, standings, before)).result()
+    try:
+        house.worker.call(lambda lanes: _take_stands(lanes, standings, before)).result()
+    except ApiError as error:  # as a client would be told that changes a policy
+        house.close()
+        raise EngineError(error.message) from error
     metrics.model_name = house.served_model
     return house, ResponseCount(create_app(house, routes), metrics)
 
@@ -117,7 +126,7 @@ def _by_registry(plan: ServerPlan) -> tuple[EngineSettings, list[Standing], Befo
                 f"({live.policy.digest[:16]}); leave the policy out, or promote it"
             )
     before = None if live is None else _before(registry, live)
-    others = _may_take_over(registry, plan.target, except_for=policy_digest(policy))
+    others = _may_take_over(registry, plan, except_for=policy_digest(policy))
     others += [before[0]] if before is not None else []
     engine = replace(plan.engine, policy=policy, may_become=(*plan.engine.may_become, *others))
     standings = [standing for standing in (live, registry.canary(plan.target)) if standing is not None]
@@ -136,14 +145,19 @@ def _before(registry: Registry, live: Standing) -> Before | None:
         return None
 
 
-def _may_take_over(registry: Registry, target: Target, except_for: str) -> list[Policy]:
+def _may_take_over(registry: Registry, plan: ServerPlan, except_for: str) -> list[Policy]:
     """Policies that can be promoted on evidence, or be gone back to, while this server runs."""
+    share = 1.0 if plan.canary_share is None else min(plan.canary_share, 1.0 - plan.canary_share)
+    num_blocks = max(int((plan.engine.num_blocks or ENOUGH_BLOCKS) * share), 1)
+    limits = Limits(num_blocks, plan.engine.block_size)  # of the smallest lane, as far as they are known yet
     found = []
-    for standing in registry.standings(target):
+    for standing in registry.standings(plan.target):
         if standing.stage in MAY_GO_LIVE and standing.policy.digest != except_for:
             try:
-                found.append(standing.policy.load())
-            except PolicyError as error:
+                policy = standing.policy.load()
+                SlotTable(policy, limits)
+                found.append(policy)
+            except (PolicyError, ConfigError) as error:
                 LOG.warning("no memory is set aside for policy %r: %s", standing.policy.name, error)
     return found
 

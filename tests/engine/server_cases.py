@@ -33,7 +33,10 @@ from tests.engine.engine_cases import SMALL, VOCABULARY, tiny
 WAIT_S = 180.0  # for what must come; nobody waits that long but for a fault
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 END = "<end>"
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+    "{% if thinks %}<{{ thinks }}>{% endif %}"
+)
 HYBRID = "hybrid:tokens=24,window=4"
 ROOMY = replace(SMALL, policy=HYBRID)
 

@@ -1,12 +1,15 @@
 """The official client of the OpenAI API against a running server; what it gets is what the engine gives."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import openai
 import pytest
 
+from engine.build import EngineSettings
 from engine.llm import LLM
+from engine.loading import BUNDLED_PACKAGE, load_model
 from engine.sampling_params import SamplingParams
 from tests.engine.server_cases import HYBRID, ROOMY, Served, lettered, served
 
@@ -115,6 +118,20 @@ def test_parts_of_a_message_are_one_text(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content") as caught:
         say([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}])
     assert caught.value.param == "messages[0].content"
+
+
+def test_values_for_the_template(client: openai.OpenAI, llm: LLM) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": CHAT, "temperature": 0.0, "max_tokens": 9}
+    thinking = client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {"thinks": "hard"}})
+    prompt = llm.tokenizer.chat(CHAT, thinks="hard")
+    assert thinking.usage is not None
+    assert thinking.usage.prompt_tokens == len(prompt) == len(llm.tokenizer.chat(CHAT)) + len("<hard>")
+    (wanted,) = expected(llm, [prompt], max_tokens=9)[0]
+    assert thinking.choices[0].message.content == wanted.text
+    for name in ("chat_template", "tokenize", "messages", "add_generation_prompt"):
+        with pytest.raises(openai.BadRequestError, match=f"may not set '{name}'") as caught:
+            client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {name: "x"}})
+        assert caught.value.param == "chat_template_kwargs"
 
 
 def test_an_open_length_runs_as_far_as_there_is_room(client: openai.OpenAI) -> None:
@@ -236,3 +253,20 @@ def test_another_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="tiny") as caught:
         client.completions.create(model="gpt-5", prompt="a")
     assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.skipif(find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed")
+def test_a_real_model_answers() -> None:
+    """SmolLM2, its own tokenizer and template: what is streamed over HTTP is what the engine says by itself."""
+    loaded = load_model("smollm2")
+    sizes: dict[str, Any] = {"num_blocks": 16, "block_size": 16, "max_model_len": 128, "device": "cpu"}
+    question: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+    model = LLM(loaded=loaded, policy="full-kv", **sizes)
+    (wanted,) = model.chat(question, SamplingParams(temperature=0.0, max_tokens=10))[0].outputs
+    with served(EngineSettings(policy="full-kv", **sizes), loaded=loaded) as server, server.client() as client:
+        chunks = client.chat.completions.create(
+            model="tiny", messages=question, temperature=0.0, max_tokens=10, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == wanted.text
+    assert "Paris" in text
