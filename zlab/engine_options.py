@@ -10,7 +10,9 @@ from engine.errors import EngineError
 from sim.scenario import DEFAULT_BLOCK_SIZE
 from zlab.outcome import MisuseError
 
-INSTALL = "pip install 'zipage-lab[engine]'"
+EXTRAS = {  # by what is missing; all else that these commands need comes with [engine]
+    "fastapi": "server", "starlette": "server", "uvicorn": "server", "prometheus_client": "server", "ray": "replicas",
+}  # fmt: skip
 DEFAULT_MODEL = "smollm2"
 
 EngineModel = Annotated[
@@ -39,8 +41,9 @@ def engine_room() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0], "engine")
         raise MisuseError(
-            f"this command runs a model, which needs packages that are missing ({error}): {INSTALL}"
+            f"this command needs packages that are missing ({error}): pip install 'zipage-lab[{extra}]'"
         ) from error
     except EngineError as error:
         raise MisuseError(str(error)) from error
