@@ -25,5 +25,5 @@ def test_a_missing_package_is_named_with_its_extra(missing: str | None, extra: s
 
 
 def test_what_the_engine_refuses_is_misuse() -> None:
-    with pytest.raises(MisuseError, match="^too many blocks$"), engine_room():
+    with pytest.raises(MisuseError, match=r"^too many blocks$"), engine_room():
         raise EngineError("too many blocks")
