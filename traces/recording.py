@@ -2,8 +2,8 @@
 
 A recording is a folder (format `zlab-recording/1`):
 
-* `manifest.json`: where it comes from (policy, limits, workload hash, seed, versions, cost model), its digest and
-  summary, and `complete`: whether the run came to its end.
+* `manifest.json`: where it comes from (policy and its changes, limits, workload hash, seed, versions, cost model), its
+  digest and summary, and `complete`: whether the run came to its end.
 * `requests/`, `steps/`, `events/`, `blocks/`: Parquet parts `00000.parquet`, `00001.parquet`, ...; every part is a
   whole file, so that a run that is still going on, or was killed, can be read up to its last part. pandas, DuckDB and
   Polars read the folders as they are.
