@@ -33,6 +33,7 @@ FLAGS = [
 PATIENCE_MS = 120_000  # for what must come; a CI machine may have other work than ours
 TRY_AGAIN_MS = 5_000  # for what a page that is being drawn anew may have missed: a click, a hover
 MOST_STARTS = 5
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @contextmanager

@@ -232,19 +232,25 @@ def test_live_follows_without_a_jump(visitor: Visitor, root: Path) -> None:
     )
     expect(steps).to_have_text(re.compile(r"^[\d,]+$"))
     before = num_steps()
+
+    def wait_for_more_than(number: int) -> None:
+        until = time.monotonic() + PATIENCE_MS / 1000
+        while num_steps() <= number:
+            assert time.monotonic() < until
+            visitor.page.wait_for_timeout(200)
+
+    grow(0.2, 0.3)
+    wait_for_more_than(before)  # a first refresh has come: the page itself is all there
     figures = visitor.page.locator(".js-plotly-plot")
     expect(figures).to_have_count(2)
     visitor.box(figures.last)
     visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTo(0, 250)")
     place = visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop")
     assert place > 0
-    for tenth in range(2, 10):
+    for tenth in range(3, 10):
         grow(tenth / 10, (tenth + 1) / 10)
         visitor.page.wait_for_timeout(200)  # as a run would: a part now and then
-    until = time.monotonic() + PATIENCE_MS / 1000
-    while num_steps() <= 2 * before:
-        assert time.monotonic() < until
-        visitor.page.wait_for_timeout(200)
+    wait_for_more_than(2 * before)
     visitor.page.wait_for_function(  # the figures have come along, too
         "seconds => document.querySelector('.js-plotly-plot')?.layout?.xaxis?.range?.[1] > seconds", arg=10.0
     )
