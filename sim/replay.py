@@ -136,7 +136,7 @@ def replay(
     if length_multiplier != 1.0 and floor is not None:
         workload = lengthen(workload, length_multiplier, floor * limits.block_size)
     cost = cost or roofline(gpu, model, window=policy.compression.window, block_size=limits.block_size)
-    manifest = _manifest(workload, policy, gpu, model, limits, cost, length_multiplier)
+    manifest = _manifest(workload, policy, gpu, model, limits, cost, length_multiplier) | {"plan_ahead": plan_ahead}
     memory = MemoryRecorder(manifest)
     recorder: Recorder = FolderRecorder(Path(out), manifest) if out is not None else memory
     interrupt = AtBoundary()

@@ -107,6 +107,7 @@ class Scenario:
             quiet,
             progress,
             make_scheduler,
+            plan_ahead=self.cost is not None,  # as the loop that was measured does
             changes=setup.changes,
         )
 

@@ -57,6 +57,9 @@ def test_measurements_of_a_gpu_become_its_profile(tmp_path: Path) -> None:
     prefill_s = TRUTH["step_s"] + products_s + TRUTH["request_s"] + TRUTH["prefill_step_s"]
     decode_s = TRUTH["step_s"] + TRUTH["weight_read_s"] + TRUTH["request_s"] + 523 * TRUTH["kv_read_token_s"]
     found = json.loads(replayed.stdout)
+    ahead = tmp_path / "ahead"
+    assert zlab("replay", *small, "--out", str(ahead)).exit_code == 0
+    assert json.loads((ahead / "manifest.json").read_text())["plan_ahead"] is True
     assert found["ttft_s"]["p50"] == pytest.approx(prefill_s, rel=1e-4)
     assert found["tpot_s"]["p50"] == pytest.approx(decode_s, rel=1e-3)
 
