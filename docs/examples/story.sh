@@ -8,9 +8,9 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-runs/story} model=${MODEL:-dummy:tiny} port=${PORT:-8000}
 url=http://127.0.0.1:$port
-pool=(--kv-blocks 24 --block-size 16 --max-model-len 380)
+pool=(--kv-blocks 16 --block-size 16)
 card=(--gpu l40s --target-model smollm2-135m) # what this server is to the registry: evidence is for a model on a card
-candidate=hybrid:tokens=64,window=8
+candidate=hybrid:tokens=48,window=8
 mkdir -p "$out"
 export ZLAB_REGISTRY=$out/registry.db
 ZLAB_ADMIN_KEY=${ZLAB_ADMIN_KEY:-$(python3 -c 'import secrets; print(secrets.token_hex())')}

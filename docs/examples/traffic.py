@@ -32,9 +32,9 @@ def main() -> None:
     """Send, wait, count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="as http://127.0.0.1:8000")
-    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=24, help="tokens")
-    parser.add_argument("--output", type=int, default=160, help="tokens, about; each request has its own length")
+    parser.add_argument("--output", type=int, default=100, help="tokens, about; each request has its own length")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     draw = random.Random(given.seed)
