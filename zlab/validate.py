@@ -17,29 +17,14 @@ from policies.registry import Registry
 from policies.registry_changes import now
 from policies.spec import load_policy
 from policies.stored import store_policy
-from sim.scenario import DEFAULT_BLOCK_SIZE, Scenario
+from sim.scenario import Scenario
 from sim.validate import Load, setup_of
 from sim.validate import validate as run_cases
-from zlab.cluster import Backend, BackendName, Cluster, Jobs, spread
+from zlab.cluster import SpreadOptions, spread
 from zlab.engine_check import EngineCheck, check_engine
 from zlab.engine_options import Device, Dtype
-from zlab.options import (
-    AsJson,
-    BlockSize,
-    Cost,
-    Format,
-    GpuName,
-    HostBlocks,
-    KvBlocks,
-    LengthMultiplier,
-    MaxBatchedTokens,
-    MaxModelLen,
-    MaxRunning,
-    MemoryUtilisation,
-    ModelName,
-    Seeds,
-    SkipBadRows,
-)
+from zlab.option_groups import with_groups
+from zlab.options import AsJson, ReadingOptions, ScenarioOptions, Seeds
 from zlab.outcome import WENT_WRONG, MisuseError, fail
 from zlab.progress import Bar
 from zlab.registry_options import Who, Why, signed_by
@@ -67,32 +52,21 @@ RegistryFile = Annotated[
 Out = Annotated[Path | None, typer.Option("--out", dir_okay=False, help="Write the evidence to this file.")]
 
 
+@with_groups
 def validate(
     policy: Annotated[str, typer.Argument(help="The policy to judge, as of `zlab replay`.")],
+    *,
     trace: TracesOption,
     gates: GatesFile,
     against: Against = None,
     seeds: Seeds = 1,
-    gpu: GpuName = "h200",
-    model: ModelName = "qwen3-8b",
-    kv_blocks: KvBlocks = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_running: MaxRunning = None,
-    max_model_len: MaxModelLen = None,
-    host_blocks: HostBlocks = None,
-    memory_utilisation: MemoryUtilisation = None,
-    length_multiplier: LengthMultiplier = 1.0,
-    cost: Cost = None,
-    format: Format = None,
-    skip_bad_rows: SkipBadRows = False,
+    given: ScenarioOptions,
+    reading: ReadingOptions,
     engine: OnEngine = False,
     engine_model: EngineModelName = "dummy:tiny",
     device: Device = None,
     dtype: Dtype = None,
-    jobs: Jobs = None,
-    backend: BackendName = Backend.loky,
-    cluster: Cluster = None,
+    spreading: SpreadOptions,
     registry: RegistryFile = None,
     out: Out = None,
     who: Who = None,
@@ -105,16 +79,17 @@ def validate(
     runs went wrong; 2: misuse.
     """
     asked = _gates(gates, against, engine)
-    scenario = Scenario(
-        policy, gpu, model, kv_blocks, block_size, max_batched_tokens, max_running, max_model_len, host_blocks,
-        memory_utilisation, length_multiplier, cost,
-    )  # fmt: skip
+    scenario = given.scenario(policy)
     setup = setup_of(scenario, against)
     _check_out(out)
     signed = signed_by(who)
     kept = Registry(registry) if registry is not None else None
-    loads = _loads(trace, seeds, format, skip_bad_rows, as_json)
-    with spread(backend, jobs, cluster), Bar("validate", len(loads) * (2 if against else 1), "runs", as_json) as bar:
+    loads = _loads(trace, seeds, reading, as_json)
+    num_runs = len(loads) * (2 if against else 1)
+    with (
+        spread(spreading.backend, spreading.jobs, spreading.cluster),
+        Bar("validate", num_runs, "runs", as_json) as bar,
+    ):
         cases = run_cases(loads, scenario, against, bar)
     checked = check_engine(load_policy(policy), engine_model, device, dtype) if engine else None
     evidence = _evidence(scenario, against, asked, cases, checked, setup, signed)
@@ -152,9 +127,10 @@ def _check_out(out: Path | None) -> None:
         raise MisuseError(f"--out {out}: there is no folder {out.parent}")
 
 
-def _loads(traces: Sequence[str], seeds: int, format: str | None, skip_bad: bool, silent: bool) -> list[Load]:
+def _loads(traces: Sequence[str], seeds: int, reading: ReadingOptions, silent: bool) -> list[Load]:
     """Every workload: a made-up one with each of its seeds, a file once."""
-    sources = [Source(trace, format if not trace.startswith(PREFIX) else None, skip_bad) for trace in traces]
+    has_files = any(not trace.startswith(PREFIX) for trace in traces)  # beside them, what reads files is not for others
+    sources = [Source(trace) if has_files and trace.startswith(PREFIX) else reading.source(trace) for trace in traces]
     if len(set(traces)) < len(traces):
         raise MisuseError(f"a trace is named twice: {', '.join(traces)}")
     if seeds > 1 and not any(source.is_synthetic for source in sources):

@@ -95,7 +95,7 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(callback).parameters)
 
 
-@pytest.mark.parametrize("name", ["replay", "compare", "sweep"])
+@pytest.mark.parametrize("name", ["replay", "compare", "sweep", "validate"])
 def test_every_command_that_simulates_takes_all_of_a_scenario(name: str) -> None:
     found = parameters(name)
     options = [item.name for group in (SizeOptions, ScenarioOptions) for item in fields(group) if item.name != "sizes"]
@@ -108,7 +108,7 @@ def test_every_command_that_simulates_takes_all_of_a_scenario(name: str) -> None
     assert chosen.scenario("full-kv") == Scenario("full-kv", "h100", block_size=32, cost="measured")
 
 
-@pytest.mark.parametrize("name", ["replay", "compare", "sweep", "bench", "parity"])
+@pytest.mark.parametrize("name", ["replay", "compare", "sweep", "validate", "bench", "parity", "serve"])
 def test_an_option_is_the_same_in_every_command(name: str) -> None:
     known = {
         item.name: item.type
@@ -116,6 +116,6 @@ def test_an_option_is_the_same_in_every_command(name: str) -> None:
         for item in fields(group)
     }
     found = {option: one.annotation for option, one in parameters(name).items() if option in known}
-    own = {"bench": {"model", "memory_utilisation"}, "parity": {"model"}}.get(name, set())
+    own = {"bench": {"model", "memory_utilisation"}, "parity": {"model"}, "serve": {"model"}}.get(name, set())
     assert len(found) > 6
     assert {option for option, annotation in found.items() if annotation is not known[option]} == own

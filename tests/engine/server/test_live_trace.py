@@ -138,7 +138,7 @@ def test_changes_of_the_policy_are_in_the_recording_and_decided_again(tmp_path: 
     for _ in range(2):  # the engine's thread has been idle in between
         served.worker.call(lambda _: None).result()
     assert not served.worker.observers.failed
-    assert recording.wait(30)
+    assert recording.wait(300)
     killed = shutil.copytree(recording.folder, tmp_path / "killed")
     served.worker.stop()
     recording.close()
@@ -160,7 +160,7 @@ def test_an_idle_server_has_everything_on_disk(tmp_path: Path) -> None:
         idle = served.worker.call(lambda lanes: lanes[0].engine.scheduler.digest())
         digest = idle.result()
         served.worker.call(lambda _: None).result()  # it has been idle in between
-        assert recording.wait(30)
+        assert recording.wait(300)
         run = load_run(recording.folder / "live")
         assert not run.manifest["complete"]
         assert run.manifest["digest"] == digest
