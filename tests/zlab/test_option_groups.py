@@ -116,6 +116,10 @@ def test_an_option_is_the_same_in_every_command(name: str) -> None:
         for item in fields(group)
     }
     found = {option: one.annotation for option, one in parameters(name).items() if option in known}
-    own = {"bench": {"model", "memory_utilisation"}, "parity": {"model"}, "serve": {"model"}}.get(name, set())
+    own = {
+        "bench": {"model", "memory_utilisation"},
+        "parity": {"model"},
+        "serve": {"gpu", "memory_utilisation", "model"},
+    }.get(name, set())
     assert len(found) > 6
     assert {option for option, annotation in found.items() if annotation is not known[option]} == own
