@@ -106,7 +106,7 @@ def test_from_a_recording_to_a_live_policy(tmp_path: Path) -> None:
             assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}\n{log.read_text('utf-8')}"
             said.append(done.stdout)
         with urllib.request.urlopen(f"{url}/v1/policy") as answer:
-            assert b'"policy":"hybrid:tokens=48,window=8"' in answer.read()
+            assert b'"policy":"constrained:tokens=48,window=8"' in answer.read()
         stop()
     finally:
         for server in servers:

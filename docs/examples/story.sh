@@ -10,7 +10,7 @@ out=${1:-runs/story} model=${MODEL:-dummy:tiny} port=${PORT:-8000}
 url=http://127.0.0.1:$port
 pool=(--kv-blocks 16 --block-size 16)
 card=(--gpu l40s --target-model smollm2-135m) # what this server is to the registry: evidence is for a model on a card
-candidate=hybrid:tokens=48,window=8
+candidate=constrained:tokens=48,window=8
 mkdir -p "$out"
 export ZLAB_REGISTRY=$out/registry.db
 ZLAB_ADMIN_KEY=${ZLAB_ADMIN_KEY:-$(python3 -c 'import secrets; print(secrets.token_hex())')}
@@ -40,9 +40,9 @@ python3 "$here/traffic.py" "$url"
 stop
 trace=$(ls "$out"/live/*/trace-00000.jsonl | tail -1)
 
-say "2. validate: would hybrid do better on this very traffic?"
+say "2. validate: would bounded requests do as well on this very traffic, and preempt nobody?"
 zlab validate $candidate --against full-kv --trace "$trace" --gates "$here/story-gates.toml" \
-  --gpu l40s --model smollm2-135m "${pool[@]}" --why "bounded requests preempt each other less"
+  --gpu l40s --model smollm2-135m "${pool[@]}" --why "bounded requests need not give way"
 
 say "3. promote: without the evidence this would be refused"
 zlab promote full-kv --to live --gpu l40s --model smollm2-135m --force --why "what ran before there was a registry"
@@ -54,7 +54,7 @@ python3 "$here/traffic.py" "$url" --seed 1
 
 say "5. somebody puts full-kv back, past the evidence, while the server runs ..."
 zlab promote full-kv --to live --gpu l40s --model smollm2-135m --force --why "a hunch" --live "$url"
-python3 "$here/traffic.py" "$url" --seed 2
+python3 "$here/traffic.py" "$url" --seed 2 --requests 16
 
 say "6. ... the gate breaks, the watch rolls back, no request is lost, and the history says why"
 for _ in $(seq 150); do # the registry's note follows the rollback itself

@@ -1,7 +1,7 @@
-"""Traffic for a server of `zlab serve`: `python docs/examples/traffic.py URL [--requests N] [--output TOKENS] [--seed S]`.
+"""Traffic for a server of `zlab serve`: `python docs/examples/traffic.py URL [--requests N] [--output TOKENS]`.
 
-Sends requests one hard upon another, prompts of token ids, so that any model will do, and prints how each ended. Uses the standard
-library only; the API key, if the server wants one, is taken from ZLAB_API_KEY.
+Sends requests one hard upon another, prompts of token ids, so that any model will do, and prints how each ended. Uses
+the standard library only; the API key, if the server wants one, is taken from ZLAB_API_KEY.
 """
 
 import argparse
