@@ -29,8 +29,7 @@ def tokens(server: Served) -> list[list[int]]:
 def test_a_crashed_step_fails_its_requests_and_the_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with served(replace(ROOMY, max_running=2)) as server:
         before = tokens(server)
-        server.gate.num_ended.clear()
-        server.gate.num_arrived = 0
+        server.gate.forget()
         server.gate.close()
         streamed = server.later(COMPLETIONS, ASKED | {"prompt": PROMPTS[0], "stream": True, "request_id": "a"})
         server.step_until(Phase.DECODE)
@@ -132,8 +131,7 @@ def test_a_crash_in_one_lane_leaves_the_other_alone() -> None:
             ids[CANARY if server.gate.lanes[CANARY].engine.scheduler.next_step > before else LIVE] = f"r{number}"
             if all(ids.values()):
                 break
-        server.gate.num_ended.clear()
-        server.gate.num_arrived = 0
+        server.gate.forget()
         server.gate.close()
         both = {lane: server.later(COMPLETIONS, ASKED | {"prompt": "a", "request_id": id}) for lane, id in ids.items()}
         server.sent(2)

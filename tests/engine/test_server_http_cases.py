@@ -102,7 +102,7 @@ def test_b29_the_same_id_twice() -> None:
         assert again_after.status_code == 200, "allowed after it ended"
         assert again_after.headers["X-Request-Id"] == "x"
         assert again_after.json()["id"] == "cmpl-x"
-        server.gate.num_ended.clear()
+        server.gate.forget()
 
 
 def test_b29_an_id_must_be_one(server: Served) -> None:

@@ -50,7 +50,7 @@ def test_a_request_goes_by_its_id_and_the_same_id_the_same_way() -> None:
             (went,) = [name for name, lane in lanes.items() if lane.engine.scheduler.next_step > steps[name]]
             assert lane_of.setdefault(id, went) == went
         assert set(server.gate.num_ended.values()) == {2}
-        server.gate.num_ended.clear()
+        server.gate.forget()
     counted = Counter(lane_of.values())
     assert 3 <= counted[CANARY] <= 12, "some 7 of 24 by a share of 0.3"
     assert counted[LIVE] + counted[CANARY] == 24

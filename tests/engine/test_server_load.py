@@ -66,7 +66,7 @@ def quiet(server: Served, tally: Tally) -> None:
         answer = server.post(COMPLETIONS, tally.body(number))
         tally.wanted.append(answer.json()["choices"][0]["token_ids"])
     server.assert_all_free()
-    server.gate.num_ended.clear()
+    server.gate.forget()
 
 
 async def one(client: httpx.AsyncClient, tally: Tally, id: str) -> None:
