@@ -45,6 +45,7 @@ def create_app(house: House, more_routes: Sequence[Routes] = ()) -> FastAPI:
     )
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_mistake)
+    app.add_exception_handler(Exception, _on_fault)
     for routes in (health_routes, completion_routes, policy_routes, *more_routes):
         app.include_router(routes(house))
     describe = app.openapi
@@ -67,6 +68,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_mistake(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return error_response(mistake(error.errors()))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """A fault of this program: the log has it, the client gets the shape that it knows and no details."""
+    return error_response(ApiError(500, "an internal error; the server's log has it", code="internal_error"))
 
 
 def _without_framework_errors(description: dict[str, Any]) -> dict[str, Any]:

@@ -220,6 +220,19 @@ def test_a_fast_reader_is_not_taken_for_a_slow_one() -> None:
         assert whole.json()["usage"]["completion_tokens"] == 100, "what is not streamed comes in one piece"
 
 
+def test_a_fault_of_the_server_itself_is_told_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as server:
+
+        def fails(*_: Any) -> Any:
+            raise KeyError("somebody's prompt")
+
+        monkeypatch.setattr(server.house.prompts, "completion", fails)
+        error = error_of(server.post(COMPLETIONS, ASKED), 500, "internal_error")
+        assert "somebody" not in error["message"]
+        monkeypatch.undo()
+        assert server.post(COMPLETIONS, ASKED).status_code == 200
+
+
 # who
 
 
