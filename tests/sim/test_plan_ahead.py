@@ -11,8 +11,8 @@ from traces.workload import Workload
 
 # Every step takes one second, whatever it does.
 SECOND = replace(
-    cost_of(), step_s=1.0, **dict.fromkeys(("weight_read_s", "layer_token_s", "head_row_s", "request_s"), 0.0),
-    kv_read_token_s=0.0, attention_pair_s=0.0,
+    cost_of(), step_s=1.0, weight_read_s=0.0, layer_token_s=0.0, head_row_s=0.0, request_s=0.0, kv_read_token_s=0.0,
+    attention_pair_s=0.0,
 )  # fmt: skip
 
 
