@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from policies.core.admitting import may_admit, plan_prefill
-from policies.core.errors import DuplicateRequestError, StuckError, UnknownRequestError
+from policies.core.errors import DuplicateRequestError, UnknownRequestError
 from policies.core.events import Kind, Reason, Sink
 from policies.core.giving_way import finish_swap_in, finish_swap_out, give_way_at_last, preempt
 from policies.core.handing_out import hand_out_slots, may_hand_out
@@ -18,6 +18,7 @@ from policies.core.room import abandon_compression, join_compression, make_room
 from policies.core.sharing import forget_own, register_prompt
 from policies.core.slot_table import SlotTable
 from policies.core.state import State
+from policies.core.watching import watch
 from traces.workload import TraceRequest
 
 
@@ -94,19 +95,16 @@ class Scheduler:
         return request
 
     def replace_policy(self, policy: Policy, now_ns: int, mark: int = 0) -> None:
-        """Let another policy decide from the next plan on; between `commit` and `plan`.
+        """Let another policy decide from the next plan on, by the rules of docs/DESIGN.md; between `commit` and `plan`.
 
-        Whoever runs goes on, compressions in flight are joined at the next step, the waiting line is ordered anew
-        (docs/DESIGN.md has the rules). `mark` stands for the policy in the journal, so that the digest covers the
-        change (`policies.spec.policy_mark`). Raises ConfigError, with nothing changed, when policy and limits cannot
-        work together.
+        `mark` stands for it in the journal and so in the digest (`policies.spec.policy_mark`). Raises ConfigError,
+        with nothing changed, when policy and limits cannot work together.
         """
         slots = SlotTable(policy, self.state.limits)
         state = self._at(now_ns)
-        complete = replace_policy(state, policy, slots, mark)
-        self._compressed.update(task.request.number for task in state.compressing)
-        for request in complete:
+        for request in replace_policy(state, policy, slots, mark):
             self._finish(request, NOTHING)
+        self._compressed.update(task.request.number for task in state.compressing)
 
     def live(self) -> Iterator[Request]:
         """Every request that has not ended, in submission order, its token counts brought up to now."""
@@ -140,7 +138,7 @@ class Scheduler:
         if plan.empty:
             self._unlock(plan)
         if plan.empty:
-            self._watch()
+            watch(state, self.next_step)
             return None
         state.decoding.announce(plan.num_decodes, state.journal)
         return plan
@@ -345,20 +343,6 @@ class Scheduler:
         state = self.state
         state.waiting.push(request, state.policy.order.key(request, state.history))
         state.admission_due = True
-
-    def _watch(self) -> None:
-        """Nothing to carry out: fine if nothing waits or a copy is in flight; otherwise nothing ever will."""
-        state = self.state
-        if state.compressing or state.swapping or not state.requests:
-            return
-        waiting = [request.id for request in state.waiting][:5]
-        stalled = [request.id for request in state.stalled.values()][:5]
-        raise StuckError(
-            f"step {self.next_step}: nothing runs and nothing is in flight, but {len(state.waiting)} requests wait "
-            f"({', '.join(waiting)}) and {len(state.stalled)} are stalled ({', '.join(stalled)}); "
-            f"{state.pool.num_free} of {state.limits.num_blocks} blocks and {state.slots.num_free} slots are free "
-            f"under policy {state.policy.name!r}"
-        )
 
 
 def _goes_on(request: Request) -> bool:
