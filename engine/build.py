@@ -45,7 +45,8 @@ class EngineSettings:
         device, dtype, variant: where and how the model runs.
         kernels: "torch" or "triton"; by default Triton on CUDA.
         use_graphs: decode steps as CUDA graphs; by default on CUDA.
-        overlap: plan a step while the one before still runs, where that is safe.
+        overlap: plan a step while the one before still runs, where that is safe; by default on CUDA: elsewhere a step
+            has run when it has been enqueued, and would only be seen to end late.
         seed: of requests that bring none.
     """
 
@@ -64,7 +65,7 @@ class EngineSettings:
     variant: str | None = None
     kernels: str | None = None
     use_graphs: bool | None = None
-    overlap: bool = True
+    overlap: bool | None = None
     seed: int = 0
 
 
@@ -127,7 +128,8 @@ def build_engine(
         raise EngineError(f"CUDA graphs need a CUDA device, not {settings.device!r}")
     runner = Runner(loaded.model, cache, kernels, compression, sampler, scheduler, reserved, graphs)
     steps = StepLog(scheduler)
-    loop = EngineLoop(scheduler, runner, sampler, steps, overlap=settings.overlap, clock=clock)
+    overlaps = device.type == "cuda" if settings.overlap is None else settings.overlap
+    loop = EngineLoop(scheduler, runner, sampler, steps, overlap=overlaps, clock=clock)
     return Engine(settings, loaded, limits, cache, scheduler, sampler, compression, runner, graphs, loop, steps)
 
 

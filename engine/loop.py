@@ -74,7 +74,7 @@ class EngineLoop:
         sampler.output_ids = self._output_ids
         self._sampler = sampler
         self._steps = steps
-        self._overlap = overlap
+        self.overlaps = overlap
         self._clock = clock
         self._origin_ns = clock()
         self._under_way: deque[_UnderWay] = deque()
@@ -165,7 +165,7 @@ class EngineLoop:
         current = _UnderWay(plan, self._runner.execute(plan), start_ns)
         self._steps.plan(plan)
         self._under_way.append(current)
-        if self._overlap and not self._num_may_stop and not current.result.failed:
+        if self.overlaps and not self._num_may_stop and not current.result.failed:
             while len(self._under_way) > 1:
                 self._settle(self._under_way.popleft())
             end_ns = max(self._last_end_ns + self._step_ns, current.start_ns)

@@ -233,7 +233,7 @@ def _manifest(engine: Engine) -> dict[str, Any]:
             "kernels": settings.kernels,
             "variant": settings.variant,
             "cuda_graphs": engine.uses_graphs,
-            "overlap": settings.overlap,
+            "overlap": engine.loop.overlaps,
             "seed": settings.seed,
         },
         "length_multiplier": 1.0,
