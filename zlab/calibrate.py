@@ -52,6 +52,8 @@ def calibrate(
     """
     if (model is None) == (measured is None):
         raise MisuseError("give either --model, to measure it, or --from FILE, to fit what was measured")
+    if out == PROFILES:
+        out.mkdir(exist_ok=True)  # a clone that has no profile yet has no folder for them
     if not out.is_dir():
         raise MisuseError(f"--out {out}: there is no such folder")
     if measured is not None:

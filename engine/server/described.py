@@ -55,7 +55,7 @@ HEALTH: Answers = {
 STREAMED: Answers = {
     200: {
         "description": "As the OpenAI API has it; with `stream`, server-sent events that end with `[DONE]`.",
-        "content": _JSON | {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": _JSON | {"text/event-stream": {}},
     },
     **_described(*(status for status in _MEANINGS if status not in (403, 405))),
 }
