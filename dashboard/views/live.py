@@ -20,12 +20,16 @@ from traces.series import step_series
 NUM_BINS = 200
 WINDOWS = {"last 10 s": 10.0, "last minute": 60.0, "last 10 minutes": 600.0, "the whole run": float("inf")}
 REFRESH_S = (1, 2, 5, 10)
+# A refresh that the next one overtakes takes the figures away for a moment; the page must not shrink and scroll to its
+# top meanwhile, so it is held at the height that it has with them.
+HELD_OPEN = "<style>[data-testid=stMainBlockContainer] { min-height: max(1600px, 170vh); }</style>"
 QUIET_S = 30  # without a new file the writer may have gone
 STACKED = ("shared", "owned", "target", "held", "cached", "free")
 
 
 def show(source: Source) -> None:
     """Draw the view of one recording; it is refreshed by itself while the run goes on."""
+    st.html(HELD_OPEN)
     columns = st.columns([2, 1, 2], vertical_alignment="bottom")
     with columns[0]:
         words = st.segmented_control(

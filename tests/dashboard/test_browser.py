@@ -247,6 +247,11 @@ def test_live_follows_without_a_jump(visitor: Visitor, root: Path) -> None:
     visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTo(0, 250)")
     place = visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop")
     assert place > 0
+    # A refresh that is overtaken takes the figures away for a moment: the page stays as high as it was.
+    gone = visitor.page.add_style_tag(content="[data-testid=stMainBlockContainer] > * { display: none }")
+    visitor.page.wait_for_timeout(100)
+    assert visitor.page.locator("[data-testid=stMain]").evaluate("element => element.scrollTop") == place
+    gone.evaluate("element => element.remove()")
     for tenth in range(3, 10):
         grow(tenth / 10, (tenth + 1) / 10)
         visitor.page.wait_for_timeout(200)  # as a run would: a part now and then
