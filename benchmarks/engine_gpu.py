@@ -35,13 +35,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_PLACES = (REPOSITORY.parent / "shared", REPOSITORY / ".carry" / "shared")
 
 
-def shared(name: str) -> Path:
-    """A shared workload, beside the checkout or carried in it."""
-    for place in SHARED_PLACES:
-        path = place / "workloads" / name
-        if path.is_file():
-            return path
-    raise SystemExit(f"no workload {name!r} under {' or '.join(map(str, SHARED_PLACES))}")
+def shared(kind: str, name: str) -> Path:
+    """A file of `../shared/KIND`, beside the checkout or carried in it."""
+    places = [place / kind / name for place in SHARED_PLACES]
+    for place in places:
+        if place.is_file():
+            return place
+    raise SystemExit(f"no {' or '.join(map(str, places))}")
 
 
 def header() -> dict[str, Any]:
@@ -254,7 +254,7 @@ def main() -> None:
             free_memory()
     else:
         name, *policies = options.names
-        load = read_trace(shared(f"{name}.jsonl"))
+        load = read_trace(shared("workloads", f"{name}.jsonl"))
         results["runs"] = []
         for policy in policies:
             figures = run(replace(settings, policy=policy), loaded, load, options.seconds, options.until_share)

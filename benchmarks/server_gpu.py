@@ -113,7 +113,8 @@ async def play(given: argparse.Namespace, url: str, key: str, server: "subproces
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(None), limits=limits) as client:
         await until_well(client, server)
-        load = list(read_trace(shared(f"{given.workload}.jsonl") if "/" not in given.workload else given.workload))
+        path = Path(given.workload)
+        load = list(read_trace(path if path.is_file() else shared("workloads", f"{given.workload}.jsonl")))
         load = load[: given.most] if given.most else load
         began = time.perf_counter()
         asking = [

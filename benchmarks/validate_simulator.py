@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine_gpu import REPOSITORY, header
+from benchmarks.engine_gpu import header, shared
 from engine.build import EngineSettings
 from engine.calibrate import CalibrationSettings, measure
 from engine.calibrate_stage import free_memory
@@ -77,15 +77,6 @@ class Point:
 
 class _CutError(Exception):
     """The run has had its share of the time."""
-
-
-def shared(kind: str, name: str) -> Path:
-    """A shared file, beside the checkout or carried in it."""
-    places = [place / kind / name for place in (REPOSITORY.parent / "shared", REPOSITORY / ".carry" / "shared")]
-    for place in places:
-        if place.is_file():
-            return place
-    raise SystemExit(f"no {' or '.join(map(str, places))}")
 
 
 def small(workload: Workload, size: Size) -> Workload:

@@ -49,7 +49,6 @@ class Stage:
         self.plans_ahead = settings.device != "cpu"
         self.engine = build_engine(replace(settings, overlap=self.plans_ahead), loaded)
         self.block_size = self.engine.limits.block_size
-        self.pool_tokens = self.engine.limits.num_blocks * self.block_size
         self.longest = self.engine.limits.max_model_len
         self._vocab_size = loaded.config.vocab_size
         self._seed = seed

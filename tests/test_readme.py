@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -72,9 +73,7 @@ def wait_until_well(url: str, server: subprocess.Popen[bytes], log: Path) -> Non
 
 def test_from_a_recording_to_a_live_policy(tmp_path: Path) -> None:
     """The six commands in their order; only the port is another, for tests run side by side."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
     where = environment() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     (tmp_path / "docs").symlink_to(ROOT / "docs")

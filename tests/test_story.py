@@ -2,24 +2,17 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from policies.registry import Registry, Target
 from policies.spec import load_policy, policy_digest
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CANDIDATE = "constrained:tokens=48,window=8"
 LONGEST_S = 900.0  # a fault would hang; a busy machine is slow
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def test_record_validate_promote_serve_breach_rollback(tmp_path: Path) -> None:

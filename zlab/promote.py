@@ -12,19 +12,9 @@ from policies.registry import Change, Registry, Stage
 from policies.spec import load_policy
 from policies.stored import store_policy
 from zlab.agreement import carry_out, compare, repeat, settle, warn_of_plain_text
-from zlab.live import open_server
-from zlab.options import AsJson, GpuName, ModelName
-from zlab.outcome import MisuseError
-from zlab.registry_options import (
-    DEFAULT_REGISTRY,
-    AdminKeyFile,
-    LiveUrl,
-    RegistryPath,
-    Who,
-    Why,
-    signed_by,
-    target_of,
-)
+from zlab.option_groups import with_groups
+from zlab.options import GpuName, ModelName
+from zlab.registry_options import DEFAULT_REGISTRY, ChangeOptions, RegistryPath, signed_by, target_of
 
 
 class To(StrEnum):
@@ -34,8 +24,10 @@ class To(StrEnum):
     live = Stage.LIVE.value
 
 
+@with_groups
 def promote(
     policy: Annotated[str, typer.Argument(help="The policy, as of `zlab validate`.")],
+    *,
     to: Annotated[To, typer.Option("--to", help="Serve everybody, or a share of the traffic.")] = To.live,
     gpu: GpuName = "h200",
     model: ModelName = "qwen3-8b",
@@ -47,44 +39,34 @@ def promote(
     force: Annotated[
         bool, typer.Option("--force", help="Although evidence is missing; needs --why, and is written down.")
     ] = False,
-    why: Why = "",
-    who: Who = None,
-    live: LiveUrl = None,
-    admin_key_file: AdminKeyFile = None,
-    as_json: AsJson = False,
+    by: ChangeOptions,
 ) -> None:
     """Make a policy canary or live, if the newest evidence about exactly it, this code, model and card passed.
 
     With --live the server that runs there changes over at its next step, and the registry holds what the server
     confirms. Exit code 0: done; 1: refused (with what is missing), or the server did not; 2: misuse.
     """
-    check_reason(force, why)
-    target, signed, stage = target_of(model, gpu), signed_by(who), Stage(to.value)
+    by.check_reason(force)
+    target, signed, stage = target_of(model, gpu), signed_by(by.who), Stage(to.value)
     stored = store_policy(load_policy(policy))
-    server = open_server(live, admin_key_file) if live is not None else None
+    server = by.server()
     kept = Registry(registry, create=evidence is not None or force)
     if evidence is not None:
         kept.add_evidence(read_evidence(evidence), signed, f"from {evidence}")
     if server is None:
-        standing = kept.promote(stored, stage, target, signed, why, force=force, seen=kept.newest(target))
-        show_change(standing.change, kept, as_json)
+        standing = kept.promote(stored, stage, target, signed, by.why, force=force, seen=kept.newest(target))
+        show_change(standing.change, kept, by.as_json)
         return
     warn_of_plain_text(server)
     settle(kept, server, target, signed)
     again = repeat(kept, server, target, stage, stored)
     if again is not None:
-        show_change(again, kept, as_json)
+        show_change(again, kept, by.as_json)
         return
     compare(kept, server, target)
     seen = kept.newest(target)
-    change = kept.begin_promotion(stored, stage, target, signed, why, server.url, force=force, seen=seen)
-    show_change(carry_out(kept, server, change, stored), kept, as_json)
-
-
-def check_reason(force: bool, why: str) -> None:
-    """Raise MisuseError on force without a reason."""
-    if force and not why.strip():
-        raise MisuseError("--force needs --why: the reason is kept in the history")
+    change = kept.begin_promotion(stored, stage, target, signed, by.why, server.url, force=force, seen=seen)
+    show_change(carry_out(kept, server, change, stored), kept, by.as_json)
 
 
 def show_change(change: Change, registry: Registry, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ import typer
 from policies.evidence import Target
 from policies.registry import DEFAULT
 from sim.hardware import find_gpu, find_model
+from zlab.live import LiveServer, open_server
+from zlab.options import AsJson
 from zlab.outcome import MisuseError
 
 RegistryPath = Annotated[
@@ -28,6 +31,26 @@ AdminKeyFile = Annotated[
         "--admin-key-file", exists=True, dir_okay=False, help="Holds the server's admin key; else $ZLAB_ADMIN_KEY."
     ),
 ]
+
+
+@dataclass(frozen=True)
+class ChangeOptions:
+    """Who changes what serves, why, and whether a running server is told."""
+
+    why: Why = ""
+    who: Who = None
+    live: LiveUrl = None
+    admin_key_file: AdminKeyFile = None
+    as_json: AsJson = False
+
+    def server(self) -> LiveServer | None:
+        """The server to tell, if one is to be told. Raises MisuseError on an address or key that cannot be."""
+        return open_server(self.live, self.admin_key_file) if self.live is not None else None
+
+    def check_reason(self, force: bool) -> None:
+        """Raise MisuseError on force without a reason."""
+        if force and not self.why.strip():
+            raise MisuseError("--force needs --why: the reason is kept in the history")
 
 
 def signed_by(who: str | None) -> str:

@@ -6,22 +6,15 @@ import typer
 
 from policies.registry import Registry, Stage
 from zlab.agreement import carry_out, compare, settle, warn_of_plain_text
-from zlab.live import open_server
-from zlab.options import AsJson, GpuName, ModelName
-from zlab.promote import To, check_reason, show_change
-from zlab.registry_options import (
-    DEFAULT_REGISTRY,
-    AdminKeyFile,
-    LiveUrl,
-    RegistryPath,
-    Who,
-    Why,
-    signed_by,
-    target_of,
-)
+from zlab.option_groups import with_groups
+from zlab.options import GpuName, ModelName
+from zlab.promote import To, show_change
+from zlab.registry_options import DEFAULT_REGISTRY, ChangeOptions, RegistryPath, signed_by, target_of
 
 
+@with_groups
 def rollback(
+    *,
     what: Annotated[To, typer.Option("--of", help="Go back from what is live, or end the canary.")] = To.live,
     gpu: GpuName = "h200",
     model: ModelName = "qwen3-8b",
@@ -29,28 +22,24 @@ def rollback(
     force: Annotated[
         bool, typer.Option("--force", help="Take an unfinished change as not done; needs --why, and is written down.")
     ] = False,
-    why: Why = "",
-    who: Who = None,
-    live: LiveUrl = None,
-    admin_key_file: AdminKeyFile = None,
-    as_json: AsJson = False,
+    by: ChangeOptions,
 ) -> None:
     """Take the live policy back to the one before it, or end the canary, in one transaction.
 
     With --live at the server that runs there, too. Exit code 0: done; 1: there is nothing to go back to, or the server
     did not; 2: misuse.
     """
-    check_reason(force, why)
-    target, signed, stage = target_of(model, gpu), signed_by(who), Stage(what.value)
-    server = open_server(live, admin_key_file) if live is not None else None
+    by.check_reason(force)
+    target, signed, stage = target_of(model, gpu), signed_by(by.who), Stage(what.value)
+    server = by.server()
     kept = Registry(registry, create=False)
     if server is None:
-        standing = kept.rollback(target, signed, why, stage, force=force, seen=kept.newest(target))
-        show_change(standing.change, kept, as_json)
+        standing = kept.rollback(target, signed, by.why, stage, force=force, seen=kept.newest(target))
+        show_change(standing.change, kept, by.as_json)
         return
     warn_of_plain_text(server)
     settle(kept, server, target, signed)
     compare(kept, server, target)
     seen = kept.newest(target)
-    change = kept.begin_rollback(target, signed, why, server.url, stage, force=force, seen=seen)
-    show_change(carry_out(kept, server, change, kept.policy(change.digest)), kept, as_json)
+    change = kept.begin_rollback(target, signed, by.why, server.url, stage, force=force, seen=seen)
+    show_change(carry_out(kept, server, change, kept.policy(change.digest)), kept, by.as_json)

@@ -18,6 +18,7 @@ from policies.core.intake import make_request
 from policies.core.policy import Policy
 
 LIVE, CANARY = "live", "canary"
+Before = tuple[Policy, str | None]  # a policy and the id of its evidence
 MakeSink = Callable[[str], Sink | None]  # from a lane's name, once for every engine that is built
 
 
@@ -42,7 +43,7 @@ class Lane:
     since_unix_s: float = field(default_factory=time.time)
     evidence: str | None = None
     why: str = "start"
-    before: tuple[Policy, str | None] | None = None
+    before: Before | None = None
     follows_live: bool = False
     num_changes: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from engine.server.changing import Order, carry_out
 from engine.server.errors import ApiError
 from engine.server.house import House
 from engine.server.keys import Keys
-from engine.server.lanes import CANARY, Lane
+from engine.server.lanes import CANARY, Before, Lane
 from engine.server.live_trace import LiveRecording, RecordSettings
 from engine.server.metrics import ServerMetrics
 from engine.server.observing import Observer
@@ -30,8 +30,6 @@ from policies.core.slot_table import SlotTable
 from policies.gates import Gates
 from policies.registry import Registry, Stage, Standing, Target
 from policies.spec import PolicyError, load_policy, policy_digest
-
-Before = tuple[Policy, str | None]  # a policy and the id of its evidence
 
 LOG = logging.getLogger("zlab.server")
 SIGNED_AS = "serve"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from urllib.request import urlopen
 
 from playwright.sync_api import Browser, FloatRect, Locator, Page, Request, expect, sync_playwright
 from playwright.sync_api import Error as PlaywrightError
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(
@@ -55,9 +56,7 @@ def serving(*roots: Path) -> Iterator[str]:
 def _started(roots: tuple[Path, ...], log: IO[bytes]) -> "tuple[int, subprocess.Popen[bytes]]":
     """A server that answers, and its port; another if somebody was faster to take the port that was free just now."""
     for _ in range(MOST_STARTS):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = int(free.getsockname()[1])
+        port = free_port()
         command = [
             sys.executable, "-m", "streamlit", "run", "dashboard", "--server.headless", "true",
             "--server.address", "127.0.0.1", "--server.port", str(port), "--", *map(str, roots),
