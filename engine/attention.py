@@ -41,9 +41,9 @@ class StepAttention:
         self._cache = cache
         self._kernels = kernels
         self._workspace = workspace
-        self._decode = decode
         self._prefill = prefill
         self._num_decodes = len(decode.rows) if decode is not None else 0
+        self._decode = (decode, kernels.plan_decodes(decode.lengths, workspace)) if decode is not None else None
         parts = [part for part in (decode, prefill) if part is not None]
         self.token_ids = torch.cat([part.token_ids for part in parts])
         self.positions = torch.cat([part.positions for part in parts])
@@ -71,13 +71,13 @@ class StepAttention:
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         k, v, split = self._cache.k[layer], self._cache.v[layer], self._num_decodes
         if self._decode is not None:
+            inputs, plan = self._decode
             self._kernels.decode_attention(
                 queries[:split],
                 k,
                 v,
-                self._decode.block_tables,
-                self._decode.lengths,
-                self._decode.length_starts,
+                inputs.block_tables,
+                plan,
                 self._scale,
                 self._workspace,
                 output[:split],

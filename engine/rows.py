@@ -60,7 +60,7 @@ class DecodeRows:
 class DecodeInputs:
     """What one decode step reads, derived on the device from `rows` (int64 `[B]`) of the state.
 
-    `token_ids`, `positions [B]` int64; `lengths [B]`, `length_starts [B + 1]`, `block_tables [B, n]` int32;
+    `token_ids`, `positions [B]` int64; `lengths [B]`, `block_tables [B, n]` int32;
     `slot_mapping`, `window_rows [B]` int64, -1 where nothing is stored.
     """
 
@@ -72,8 +72,6 @@ class DecodeInputs:
         self.lengths = gathered[:, LENGTH].contiguous()
         self.block_tables = gathered[:, TABLE:].contiguous()
         self.real = self.lengths > 0
-        self.length_starts = torch.zeros(len(rows) + 1, dtype=torch.int32, device=state.device)
-        torch.cumsum(self.lengths, 0, dtype=torch.int32, out=self.length_starts[1:])
         place = (self.lengths - 1).clamp(min=0).long()
         block = self.block_tables.gather(1, (place // block_size)[:, None])[:, 0].long()
         offset = place % block_size

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from engine.kernels.batch import CompressionBatch
-from engine.kernels.decode_plan import DecodeWorkspace
+from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace
 from engine.kernels.workspace import Scratch
 
 Segment = Literal["block", "sequence"]  # what redundancy logits were summed over, and are divided by
@@ -36,22 +36,27 @@ class Kernels(Protocol):
         of this layer's `window_queries [slots, w, H_q, d]`. -1 in either mapping (int32 or int64) means: not stored.
         """
 
+    def plan_decodes(self, lengths: torch.Tensor, workspace: DecodeWorkspace) -> DecodePlan:
+        """Cut a batch of `lengths [B]` (int32) into items, those of a whole split first; nothing reaches the host.
+
+        Requests for which the workspace has no room are left out.
+        """
+
     def decode_attention(
         self,
         queries: torch.Tensor,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
         block_tables: torch.Tensor,
-        lengths: torch.Tensor,
-        length_starts: torch.Tensor,
+        plan: DecodePlan,
         scale: float,
         workspace: DecodeWorkspace,
         output: torch.Tensor,
     ) -> None:
-        """One query per request, `queries [B, H_q, d]`, over its first `lengths[r]` cached tokens (its own included).
+        """One query per request, `queries [B, H_q, d]`, over its first `plan.lengths[r]` cached tokens, its own included.
 
-        `length_starts [B + 1]` is the running sum of `lengths` from 0, both int32. A request of length 0 (padding) gets
-        zeros. Splits depend on a request's own length only, never on who else is in the batch.
+        A request of length 0 (padding) gets zeros, one that the plan left out NaN. Splits depend on a request's own
+        length only, never on who else is in the batch.
         """
 
     def prefill_attention(

@@ -1,4 +1,8 @@
-"""How decode attention is cut: splits of a fixed number of tokens, so that only a request's own length decides."""
+"""How decode attention is cut: splits of a fixed number of tokens, so that only a request's own length decides.
+
+Every split of every request is an item of work. Items are laid out once a step, before its layers: a kernel then finds
+its request by one read, and the longest items come first, so that short ones fill the end of a launch.
+"""
 
 from dataclasses import dataclass
 
@@ -15,15 +19,25 @@ FEW_REQUESTS = 32
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of every split of one launch: `[items, H_q, d]` and `[items, H_q]`, float32.
-
-    Item `length_starts[r] // split_tokens + r + s` is split s of request r, so that a kernel finds its request by
-    bisection and no plan has to be made on the host; that numbering needs `total_tokens // split_tokens + B` items.
-    """
+    """Partial results of every item of one launch: `[items, H_q, d]` and `[items, H_q]`, float32."""
 
     split_tokens: int
     partial_output: torch.Tensor
     partial_normaliser: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The items of a batch: for all layers of a step, and for the workspace that it was made with.
+
+    `lengths [B]`: cached tokens of each request. `first_items [B + 1]`: request r owns the items from `first_items[r]`
+    on, in order; the last entry is how many items there are to do. `items [items, 4]`: (item, request, first token, end)
+    in the order of work; rows past that count mean nothing. All int32.
+    """
+
+    lengths: torch.Tensor
+    first_items: torch.Tensor
+    items: torch.Tensor
 
 
 def num_decode_items(total_tokens: int, max_requests: int, split_tokens: int) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kernels.decode_plan import DecodeWorkspace
+from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace
 
 
 def store(
@@ -23,20 +23,34 @@ def store(
         _scatter(queries, window_rows, window_queries)
 
 
+def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace) -> DecodePlan:
+    """See `Kernels.plan_decodes`; `decode_attention` here reads the lengths alone."""
+    size, capacity = workspace.split_tokens, workspace.partial_output.shape[0]
+    splits = (lengths + size - 1) // size
+    ends = splits.cumsum(0, dtype=torch.int32)
+    kept = splits.masked_fill(ends > capacity, 0)
+    request = torch.repeat_interleave(kept)
+    item = torch.arange(len(request), dtype=torch.int32, device=lengths.device)
+    begin = (item - (ends - splits)[request]) * size
+    end = torch.minimum(begin + size, lengths[request])
+    order = torch.argsort((end - begin < size).int(), stable=True)
+    items = torch.stack([item, request.int(), begin, end], dim=1)[order]
+    return DecodePlan(lengths, torch.cat([ends - splits, kept.sum(dtype=torch.int32)[None]]), items)
+
+
 def decode_attention(
     queries: torch.Tensor,
     cache_k: torch.Tensor,
     cache_v: torch.Tensor,
     block_tables: torch.Tensor,
-    lengths: torch.Tensor,
-    length_starts: torch.Tensor,
+    plan: DecodePlan,
     scale: float,
     workspace: DecodeWorkspace,
     output: torch.Tensor,
 ) -> None:
     """See `Kernels.decode_attention`; in float32, the whole batch at once, padded to the longest request."""
     num_requests, num_query_heads, head_dim = queries.shape
-    num_kv_heads = cache_k.shape[2]
+    num_kv_heads, lengths = cache_k.shape[2], plan.lengths
     longest = int(lengths.max())
     if longest == 0:
         output.zero_()

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference
-from engine.kernels.decode_plan import choose_split_tokens, num_decode_items, reserve_decode_workspace
+from engine.kernels import reference, triton_decode
+from engine.kernels.decode_plan import (
+    DecodeWorkspace,
+    choose_split_tokens,
+    num_decode_items,
+    reserve_decode_workspace,
+)
 from engine.kernels.errors import KernelInputError
 from tests.engine.kernel_cases import INTERPRETED, Place, Sizes, assert_close, make_case, on_every_place, to_numpy
 
@@ -58,10 +63,10 @@ def test_decode_attention(place: Place, sizes: Sizes) -> None:
     workspace.partial_output.fill_(float("nan"))
     workspace.partial_normaliser.fill_(float("nan"))
     length = torch.tensor(lengths, dtype=torch.int32, device=place.device)
-    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=place.device)
+    plan = place.kernels.plan_decodes(length, workspace)
     scale = sizes.head_dim**-0.5
     place.kernels.decode_attention(
-        queries, cache_k, cache_v, block_tables(place.device), length, starts, scale, workspace, output
+        queries, cache_k, cache_v, block_tables(place.device), plan, scale, workspace, output
     )
     for row, tokens in enumerate(lengths):
         if tokens == 0:
@@ -86,16 +91,14 @@ def test_decode_attention_does_not_depend_on_the_batch(place: Place) -> None:
 
     def run(rows: list[int]) -> torch.Tensor:
         output = torch.empty_like(queries[rows])
-        tokens = [lengths[row] for row in rows]
+        tokens = torch.tensor([lengths[row] for row in rows], dtype=torch.int32, device=place.device)
+        workspace = reserve_decode_workspace(
+            total_tokens=256, max_requests=4, num_query_heads=4, head_dim=sizes.head_dim,
+            device=torch.device(place.device), split_tokens=64,
+        )  # fmt: skip
         place.kernels.decode_attention(
             queries[rows], case.cache_k[0], case.cache_v[0], block_tables(place.device)[rows],
-            torch.tensor(tokens, dtype=torch.int32, device=place.device),
-            torch.tensor([0, *np.cumsum(tokens)], dtype=torch.int32, device=place.device), 0.25,
-            reserve_decode_workspace(
-                total_tokens=256, max_requests=4, num_query_heads=4, head_dim=sizes.head_dim,
-                device=torch.device(place.device), split_tokens=64,
-            ),
-            output,
+            place.kernels.plan_decodes(tokens, workspace), 0.25, workspace, output,
         )  # fmt: skip
         return output
 
@@ -118,11 +121,60 @@ def test_decode_without_room_for_its_splits_is_loud(place: Place) -> None:
     )  # fmt: skip
     place.kernels.decode_attention(
         queries, case.cache_k[0], case.cache_v[0], block_tables(place.device)[:2],
-        torch.tensor([64, 256], dtype=torch.int32, device=place.device),
-        torch.tensor([0, 64, 320], dtype=torch.int32, device=place.device), 0.25, workspace, output,
+        place.kernels.plan_decodes(torch.tensor([64, 256], dtype=torch.int32, device=place.device), workspace),
+        0.25, workspace, output,
     )  # fmt: skip
     assert bool(output[0].isfinite().all())
     assert bool(output[1].isnan().all())
+
+
+@on_every_place
+@pytest.mark.parametrize(
+    "lengths", [[64], [0], [1, 63, 64, 65, 128, 0, 0, 300], [64] * 33, [0, 200, 0, 130], [64, 300, 1, 64]]
+)
+def test_a_plan_has_every_split_once_and_whole_ones_first(place: Place, lengths: list[int]) -> None:
+    """Also where the workspace is too small: whoever has no room is left out, and so is everybody behind it."""
+    capacity = 4 if lengths == [64, 300, 1, 64] else num_decode_items(sum(lengths), len(lengths), 64)
+    workspace = DecodeWorkspace(64, torch.empty(capacity, 1, 16, device=place.device), torch.empty(capacity, 1))
+    plan = place.kernels.plan_decodes(torch.tensor(lengths, dtype=torch.int32, device=place.device), workspace)
+    first = plan.first_items.tolist()
+    wanted = [
+        [first[request] + split, request, 64 * split, min(64 * (split + 1), length)]
+        for request, length in enumerate(lengths)
+        if first[request] + -(-length // 64) <= capacity
+        for split in range(-(-length // 64))
+    ]
+    assert first[:-1] == [sum(-(-length // 64) for length in lengths[:request]) for request in range(len(lengths))]
+    assert first[-1] == len(wanted)
+    assert [item for item, *_ in wanted] == list(range(len(wanted)))
+    rows = plan.items[: first[-1]].tolist()
+    assert sorted(rows) == wanted
+    assert [end - begin == 64 for _, _, begin, end in rows] == sorted(
+        [end - begin == 64 for _, _, begin, end in rows], reverse=True
+    )
+
+
+@on_every_place
+def test_few_programs_do_many_items(place: Place) -> None:
+    """However many programs are launched, the answers are the same to the bit."""
+    if place.kernels_name == "torch":
+        pytest.skip("the torch path has no programs")
+    case = make_case(place, Sizes(num_layers=1))
+    queries = random_rows((3, 4, 16), place, 6)
+    workspace = reserve_decode_workspace(
+        total_tokens=256, max_requests=3, num_query_heads=4, head_dim=16, device=torch.device(place.device),
+        split_tokens=64,
+    )  # fmt: skip
+    lengths = torch.tensor([40, 64, 33], dtype=torch.int32, device=place.device)
+    outputs = [torch.full_like(queries, float("nan")) for _ in range(3)]
+    for most_programs, output in zip((1, 4, 1056), outputs, strict=True):
+        triton_decode.decode_attention(
+            queries, case.cache_k[0], case.cache_v[0], block_tables(place.device)[:3],
+            triton_decode.plan_decodes(lengths, workspace), 0.25, workspace, output, most_programs=most_programs,
+        )  # fmt: skip
+    assert bool(outputs[0].isfinite().all())
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 def test_decode_workspace_refuses_an_odd_split() -> None:

@@ -24,7 +24,7 @@ META = torch.device("meta")
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 KERNELS = (
     "_first_pass", "_reduce_rows", "_second_pass", "_lightning_kernel", "_pairs_kernel", "_combine_kernel",
-    "_random_kernel", "_select_kernel", "_compact_kernel", "_split_kernel", "_reduce_kernel", "_prefill_kernel",
+    "_random_kernel", "_select_kernel", "_compact_kernel", "_plan_kernel", "_split_kernel", "_reduce_kernel", "_prefill_kernel",
     "_store_kernel",
 )  # fmt: skip
 
@@ -90,7 +90,8 @@ def launch_everything() -> None:
         total_tokens=131_072, max_requests=64, num_query_heads=32, head_dim=128, device=META
     )  # fmt: skip
     layer_k, layer_v = cache_k[0], cache_v[0]
-    kernels.decode_attention(queries, layer_k, layer_v, tables, ints[:64], ints, 0.1, splits, queries)
+    plan = kernels.plan_decodes(ints[:64], splits)
+    kernels.decode_attention(queries, layer_k, layer_v, tables, plan, 0.1, splits, queries)
     kernels.prefill_attention(queries, layer_k, layer_v, tables, ints[:64], ints, 0.1, queries)
     kernels.store(keys, keys, ints[:64], layer_k, layer_v, queries, ints[:64], window[0])
     kernels.store(keys, keys, ints[:64].long(), layer_k, layer_v)

@@ -35,12 +35,12 @@ def test_offsets_beyond_32_bits() -> None:
         kernels = find_kernels(CUDA, name)
         tables = torch.tensor([BLOCKS], dtype=torch.int32, device=CUDA)
         lengths = torch.tensor([1280], dtype=torch.int32, device=CUDA)
-        starts = torch.tensor([0, 1280], dtype=torch.int32, device=CUDA)
         output = torch.full_like(queries, float("nan"))
         splits = reserve_decode_workspace(
             total_tokens=1280, max_requests=1, num_query_heads=32, head_dim=128, device=CUDA
         )  # fmt: skip
-        kernels.decode_attention(queries, cache_k[1], cache_v[1], tables, lengths, starts, 0.088, splits, output)
+        plan = kernels.plan_decodes(lengths, splits)
+        kernels.decode_attention(queries, cache_k[1], cache_v[1], tables, plan, 0.088, splits, output)
         results.append(output)
     assert_close(results[1], to_numpy(results[0]), 1e-2, "decode attention")
     before = [cache[:, list(BLOCKS)].clone() for cache in (cache_k, cache_v, history)]
