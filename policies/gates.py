@@ -115,11 +115,6 @@ class Gates:
 
     gates: tuple[Gate, ...]
 
-    @property
-    def needs_baseline(self) -> bool:
-        """Whether one of them is relative to a baseline."""
-        return any(gate.is_relative for gate in self.gates)
-
     def check(self, measured: Measured, baseline: Measured | None = None) -> list[Verdict]:
         """Every gate against measurements (metric -> value); a metric that is missing there is unmeasured."""
         return [gate.judge(measured, baseline) for gate in self.gates]

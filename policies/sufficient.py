@@ -9,11 +9,6 @@ MOST_NAMED = 3
 SHORT = 12  # digits of a digest in a message
 
 
-def suffices(evidence: Evidence, policy: StoredPolicy, code: str, target: Target) -> bool:
-    """Whether this record lets this policy serve there."""
-    return not shortcomings(evidence, policy, code, target)
-
-
 def newest_for(records: Sequence[Evidence], policy: StoredPolicy, code: str, target: Target) -> Evidence | None:
     """The last record about exactly this policy, code and target; `records` are in the order in which they came."""
     exact = [one for one in records if (one.policy.digest, one.code, one.target) == (policy.digest, code, target)]

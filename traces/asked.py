@@ -48,7 +48,7 @@ def read_asked(folder: Path | str) -> Sequence[TraceRequest]:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         warnings.warn(TornLineWarning(path, len(data) - len(whole)), stacklevel=2)
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), start=1):
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             row = json.loads(line)
             unknown = row.keys() - KNOWN

@@ -68,7 +68,11 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """A scheduler lab for LLM serving: replay workloads under policies before touching a GPU."""
+    """A scheduler lab for LLM serving: replay workloads under policies, run them on an engine, serve by one of them.
+
+    Every command ends with exit code 0: well; 1: it went wrong or the answer is no, also where a trace or a recording
+    is damaged; 2: misuse (options, a file that is not there, a policy that is none); 130: Ctrl-C.
+    """
 
 
 def main() -> None:

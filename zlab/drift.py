@@ -24,6 +24,7 @@ from zlab.judged import check_profile, roofline_of
 from zlab.option_groups import with_groups
 from zlab.options import AsJson
 from zlab.outcome import WENT_WRONG, MisuseError
+from zlab.recordings import recorded_run
 from zlab.source import Source
 from zlab.tables import console
 
@@ -122,7 +123,12 @@ class Costs:
 @with_groups
 def drift(
     run: Annotated[
-        Path, typer.Argument(help="A lane's recording of `zlab serve --record` (or of `zlab bench --out`).")
+        Path,
+        typer.Argument(
+            exists=True,
+            file_okay=False,
+            help="A lane's recording of `zlab serve --record` (or of `zlab bench --out`).",
+        ),
     ],
     *,
     policy: Annotated[
@@ -151,7 +157,7 @@ def drift(
         raise MisuseError("--load-within needs --trace: a load to measure the distance from")
     candidate = None if policy is None else load_policy(policy)
     sources = [Source(each) for each in trace or ()]
-    recorded = RecordedRun(run)
+    recorded = recorded_run(run)
     cost, notes = costs.of(recorded)
     found = compare(recorded, cost, candidate, windows)
     loads = [

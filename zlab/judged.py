@@ -12,6 +12,7 @@ from sim.ranking import kendall_tau
 from sim.recorded import RecordedRun
 from sim.trust import Trust, trust
 from zlab.outcome import MisuseError
+from zlab.recordings import recorded_run
 
 COMPARED_VERSIONS = ("torch", "triton", "zipage-lab")
 
@@ -41,7 +42,7 @@ def judge_run(
 
     `gpu` and `model` name other rows for the roofline. Raises RecordingError, SimError, ProfileError or MisuseError.
     """
-    run = RecordedRun(folder)
+    run = recorded_run(folder)
     card, notes = gpu_of_card(str(run.manifest["gpu"])), []
     dtype = str(run.manifest["engine"]["dtype"])
     found: Profile | None = None

@@ -1,4 +1,9 @@
-"""How every command ends: 0 well, 1 the run or its input went wrong, 2 misuse, 130 Ctrl-C; reasons on stderr."""
+"""How every command ends; the reason is one line on stderr.
+
+0: well. 1: it went wrong, or the answer is no: a run, a server, a gate, or what is in a trace, a recording, evidence or
+a registry. 2: misuse: a command line that makes no sense, a file that is not there, a policy, gates or a profile that
+are none. 130: Ctrl-C.
+"""
 
 from typing import Any
 

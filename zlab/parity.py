@@ -14,16 +14,18 @@ from policies.core.limits import Limits
 from policies.core.policy import Join
 from policies.record import names
 from policies.spec import load_policy, policy_from_toml, presets
+from sim.errors import SimError
 from sim.redecide import redecide
 from sim.replay import replay as simulate
 from sim.scenario import check_blocks
 from traces.asked import read_asked
-from traces.recording import Difference, Recording, first_difference
+from traces.recording import Difference, RecordingError, first_difference
 from traces.workload import TraceRequest, Workload
 from zlab.engine_options import Device, Dtype, EngineModel, engine_room, engine_settings
 from zlab.option_groups import with_groups
 from zlab.options import AsJson, BlockSize, ReadingOptions, SizeOptions
 from zlab.outcome import WENT_WRONG, MisuseError
+from zlab.recordings import engine_recording
 from zlab.source import PREFIX
 from zlab.tables import console, count, plain_table
 
@@ -71,7 +73,10 @@ def parity(
     recording: Annotated[
         Path | None,
         typer.Option(
-            "--recording", file_okay=False, help="Instead: decide a recorded run of `zlab bench` again, step by step."
+            "--recording",
+            exists=True,
+            file_okay=False,
+            help="Instead: decide a recorded run of `zlab bench` again, step by step.",
         ),
     ] = None,
     model: EngineModel = "dummy:tiny",
@@ -137,11 +142,13 @@ def decided_by_both(workload: Workload, settings: Sequence[Mapping[str, Any]]) -
 
 
 def _again(folder: Path) -> Verdict:
-    found = Recording(folder)
-    if found.manifest.get("source") != "engine":
-        raise MisuseError(f"{folder}: source {found.manifest.get('source')!r} is not the engine's (zlab bench --out)")
+    found = engine_recording(folder)
     tables = {name: found.table(name) for name in ("requests", "events", "blocks")}
-    return _verdict(found.manifest, tables["requests"], tables["events"], tables["blocks"], read_asked(folder), None)
+    asked = read_asked(folder)
+    try:
+        return _verdict(found.manifest, tables["requests"], tables["events"], tables["blocks"], asked, None)
+    except SimError as error:
+        raise RecordingError(f"{folder}: {error}") from error
 
 
 def _verdict(

@@ -17,7 +17,7 @@ class Bar:
     `silent` shows nothing where stderr is no terminal: a program reads what the command prints.
     """
 
-    def __init__(self, what: str, total: int, unit: str, silent: bool = False) -> None:
+    def __init__(self, what: str, total: int = 100, unit: str = "%", silent: bool = False) -> None:
         self._what, self._total, self._unit, self._silent = what, total, unit, silent
         console = Console(file=sys.stderr)
         self._terminal = console.is_terminal
@@ -52,6 +52,10 @@ class Bar:
         ):
             self._shown_at = elapsed
             print(self._line(done, elapsed), file=sys.stderr, flush=True)
+
+    def share(self, done: float) -> None:
+        """Say which share of the job is done, 0..1."""
+        self(round(done * self._total))
 
     def _line(self, done: int, elapsed: float) -> str:
         left = f", about {elapsed / done * (self._total - done):.0f} s left" if done else ""

@@ -13,7 +13,7 @@ NEEDS = ("plotly", "pandas")
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of recordings.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="Folders of recordings.")],
     out: Annotated[Path, typer.Option("--out", dir_okay=False, help="The page to write; replaced if it is there.")],
 ) -> None:
     """Write the dashboard's figures of one or several recordings as one HTML page.

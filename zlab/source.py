@@ -64,8 +64,8 @@ class Source:
             raise MisuseError(
                 f"no trace file {self.spec!r} (made-up workloads: {', '.join(f'{PREFIX}{k}' for k in KINDS)})"
             )
-        with Bar(f"reading {Path(self.spec).name}", 100, "%", silent) as bar:
-            return read_trace(self.spec, self.format, self.skip_bad, on_progress=lambda share: bar(round(100 * share)))
+        with Bar(f"reading {Path(self.spec).name}", silent=silent) as bar:
+            return read_trace(self.spec, self.format, self.skip_bad, on_progress=bar.share)
 
 
 Settings = Mapping[str, Any]

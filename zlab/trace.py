@@ -13,17 +13,17 @@ from traces.reshape import cut as cut_workload
 from traces.reshape import faster, longer, spread, thin, with_token_ids
 from traces.reuse import lru_hit_shares, prefix_reuse
 from traces.statistics import describe
-from traces.workload import TraceError
 from zlab.options import Trace
+from zlab.outcome import WENT_WRONG, MisuseError
+from zlab.progress import Bar
 from zlab.source import Source
 from zlab.trace_output import (
-    Bar,
     OutputFormat,
+    asked_wrongly,
     check_as_json,
     show_check,
     show_info,
     show_json,
-    trace_errors,
     watched,
     write_workload,
 )
@@ -60,32 +60,31 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Show a workload's size, lengths, times, and how much of the prompts is shared."""
-    with trace_errors():
-        workload = Source(trace, format, skip_bad).read(silent=as_json)
-        statistics = describe(workload)
-        size = block_size or workload.meta.block_size
-        reuse, shares = None, {}
-        if size is None and lru:
-            raise TraceError(f"{trace}: has no blocks of its own: --lru needs --block-size")
-        if size is not None:
-            with Bar("prefix reuse") as bar:
-                reuse = prefix_reuse(watched(workload, bar), size)
-            with Bar("least recently used") as bar:
-                shares = lru_hit_shares(watched(workload, bar), lru or DEFAULT_CAPACITIES, size)
-            if not reuse.num_requests:
-                reuse, shares = None, {}
-        if as_json:
-            show_json(
-                {
-                    "meta": asdict(workload.meta),
-                    "statistics": asdict(statistics),
-                    "prefix_reuse": None if reuse is None else {**asdict(reuse), "share": reuse.share},
-                    "lru_hit_shares": {str(capacity): share for capacity, share in shares.items()},
-                    "workload_sha256": workload.sha256,
-                }
-            )
-        else:
-            show_info(workload, statistics, reuse, shares)
+    workload = Source(trace, format, skip_bad).read(silent=as_json)
+    statistics = describe(workload)
+    size = block_size or workload.meta.block_size
+    reuse, shares = None, {}
+    if size is None and lru:
+        raise MisuseError(f"{trace}: has no blocks of its own: --lru needs --block-size")
+    if size is not None:
+        with asked_wrongly(), Bar("prefix reuse", silent=as_json) as bar:
+            reuse = prefix_reuse(watched(workload, bar), size)
+        with asked_wrongly(), Bar("least recently used", silent=as_json) as bar:
+            shares = lru_hit_shares(watched(workload, bar), lru or DEFAULT_CAPACITIES, size)
+        if not reuse.num_requests:
+            reuse, shares = None, {}
+    if as_json:
+        show_json(
+            {
+                "meta": asdict(workload.meta),
+                "statistics": asdict(statistics),
+                "prefix_reuse": None if reuse is None else {**asdict(reuse), "share": reuse.share},
+                "lru_hit_shares": {str(capacity): share for capacity, share in shares.items()},
+                "workload_sha256": workload.sha256,
+            }
+        )
+    else:
+        show_info(workload, statistics, reuse, shares)
 
 
 @app.command()
@@ -99,17 +98,17 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Read every row and report the bad ones; exit code 1 if there is any or the file cannot be read."""
-    with trace_errors():
-        if format is not None:
-            named_format(format)  # misuse, not a bad file
-    with trace_errors(exit_code=1), Bar(f"checking {trace.name}") as bar:
-        report = check_trace(trace, format, limit, strict_order, bar)
+    if format is not None:
+        with asked_wrongly():
+            named_format(format)
+    with Bar(f"checking {trace.name}", silent=as_json) as bar:
+        report = check_trace(trace, format, limit, strict_order, bar.share)
     if as_json:
         show_json(check_as_json(report))
     else:
         show_check(trace, report)
     if report.num_bad:
-        raise typer.Exit(1)
+        raise typer.Exit(WENT_WRONG)
 
 
 @app.command()
@@ -121,8 +120,9 @@ def convert(
     skip_bad: SkipBad = False,
 ) -> None:
     """Write a trace in the project's own format (with NAME.meta.json) or Mooncake's."""
-    with trace_errors():
-        write_workload(Source(source, format, skip_bad).read(), target, to)
+    workload = Source(source, format, skip_bad).read()
+    with asked_wrongly():
+        write_workload(workload, target, to)
 
 
 @app.command()
@@ -138,8 +138,8 @@ def cut(
     skip_bad: SkipBad = False,
 ) -> None:
     """Keep a window of time, the first requests, or some classes."""
-    with trace_errors():
-        workload = Source(source, format, skip_bad).read()
+    workload = Source(source, format, skip_bad).read()
+    with asked_wrongly():
         write_workload(cut_workload(workload, start, end, first, cls), target, to)
 
 
@@ -165,14 +165,14 @@ def scale(
 ) -> None:
     """Spread, thin, speed up, stretch: applied in the order of the options here."""
     lengthen = (prompt, output) != (1.0, 1.0)
-    with trace_errors():
-        if spread_how is None and keep is None and speed is None and not lengthen and not token_ids:
-            raise TraceError("nothing to do: give --spread, --thin, --faster, --prompt, --output or --token-ids")
-        if spread_over is not None and spread_how is None:
-            raise TraceError("--spread-over needs --spread")
-        if seed is not None and spread_how != "uniform" and keep is None and not token_ids:
-            raise TraceError("--seed needs --thin, --spread uniform or --token-ids")
-        workload = Source(source, format, skip_bad).read()
+    if spread_how is None and keep is None and speed is None and not lengthen and not token_ids:
+        raise MisuseError("nothing to do: give --spread, --thin, --faster, --prompt, --output or --token-ids")
+    if spread_over is not None and spread_how is None:
+        raise MisuseError("--spread-over needs --spread")
+    if seed is not None and spread_how != "uniform" and keep is None and not token_ids:
+        raise MisuseError("--seed needs --thin, --spread uniform or --token-ids")
+    workload = Source(source, format, skip_bad).read()
+    with asked_wrongly():
         if spread_how is not None:
             workload = spread(workload, spread_how, seed or 0, spread_over)
         if keep is not None:
@@ -199,10 +199,10 @@ def join(
     skip_bad: SkipBad = False,
 ) -> None:
     """Join traces, one after the other or laid over each other."""
-    with trace_errors():
-        if overlay and gap is not None:
-            raise TraceError("--gap has no meaning with --overlay")
-        workloads = [Source(source, None, skip_bad).read() for source in sources]
+    if overlay and gap is not None:
+        raise MisuseError("--gap has no meaning with --overlay")
+    workloads = [Source(source, None, skip_bad).read() for source in sources]
+    with asked_wrongly():
         if overlay:
             joined = merge(*workloads, same_blocks=same_blocks)
         else:

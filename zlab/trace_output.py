@@ -1,28 +1,23 @@
-"""What `zlab trace` prints and writes: tables for people, JSON for machines, files, progress and errors."""
+"""What `zlab trace` prints and writes: tables for people, JSON for machines, files."""
 
 import json
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, overload
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from traces.formats import CheckReport, write_mooncake, write_native
 from traces.reuse import PrefixReuse
 from traces.statistics import Distribution, WorkloadStatistics
 from traces.workload import CHUNK_ROWS, TraceError, TraceRequest, Workload
-
-SHOW_AFTER_S = 2.0
-"""A job that takes less shows no bar."""
+from zlab.outcome import MisuseError
+from zlab.progress import Bar
 
 
 class OutputFormat(StrEnum):
@@ -33,40 +28,12 @@ class OutputFormat(StrEnum):
 
 
 @contextmanager
-def trace_errors(exit_code: int = 2) -> Iterator[None]:
-    """Show a `TraceError` as one line on stderr and leave with this code."""
+def asked_wrongly() -> Iterator[None]:
+    """While entered, what cannot be made of workloads that were read is misuse, and no fault of a file."""
     try:
         yield
     except TraceError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(exit_code) from error
-
-
-class Bar:
-    """A progress bar with the time left on stderr, shown once a job has taken `SHOW_AFTER_S`; call it with 0..1."""
-
-    def __init__(self, what: str) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(file=sys.stderr), transient=True)
-        self._task = self._progress.add_task(what, total=1.0)
-        self._begun = time.monotonic()
-        self._shown = False
-
-    def __enter__(self) -> "Bar":
-        return self
-
-    def __call__(self, share: float) -> None:
-        """Say which share is done."""
-        if not self._shown and time.monotonic() - self._begun >= SHOW_AFTER_S:
-            self._progress.start()
-            self._shown = True
-        self._progress.update(self._task, completed=share)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._shown:
-            self._progress.stop()
+        raise MisuseError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -95,11 +62,11 @@ class _Watched(Sequence[TraceRequest]):
 
 def watched(workload: Workload, bar: Bar) -> Workload:
     """The workload, telling the bar how far an iteration over it has come."""
-    return replace(workload, requests=_Watched(workload.requests, bar))
+    return replace(workload, requests=_Watched(workload.requests, bar.share))
 
 
 def write_workload(workload: Workload, path: Path, to: OutputFormat) -> None:
-    """Write the workload and say on stderr what was written."""
+    """Write the workload and say on stderr what was written. Raises TraceError where the format cannot hold it."""
     with Bar(f"writing {path.name}") as bar:
         write = write_native if to is OutputFormat.native else write_mooncake
         write(watched(workload, bar), path)

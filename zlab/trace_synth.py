@@ -23,7 +23,7 @@ from traces.synthetic import fixed as make_fixed
 from traces.synthetic import reasoning as make_reasoning
 from traces.synthetic import shared_prefix as make_shared_prefix
 from traces.workload import TraceError
-from zlab.trace_output import OutputFormat, trace_errors, write_workload
+from zlab.trace_output import OutputFormat, asked_wrongly, write_workload
 
 synth = typer.Typer(no_args_is_help=True, help="Make up a workload: one command a kind.")
 
@@ -93,7 +93,7 @@ def reasoning(
         "between_share": between_share,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    with trace_errors():
+    with asked_wrongly():
         if shape not in REASONING_SHAPES:
             near = difflib.get_close_matches(shape, REASONING_SHAPES, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
@@ -117,7 +117,7 @@ def chat(
     to: To = OutputFormat.native,
 ) -> None:
     """Sessions of several turns whose prompts grow and share their beginnings; arrivals are those of sessions."""
-    with trace_errors():
+    with asked_wrongly():
         shape = ChatShape(
             mean_turns=turns,
             num_system_prompts=system_prompts,
@@ -142,7 +142,7 @@ def shared_prefix(
     to: To = OutputFormat.native,
 ) -> None:
     """Single requests that begin with one of a few long prompts."""
-    with trace_errors():
+    with asked_wrongly():
         shape = SharedPrefixShape(groups, shared_tokens, skew, block_size=block_size)
         write_workload(make_shared_prefix(requests, shape, arrivals_from(arrivals), seed), out, to)
 
@@ -162,7 +162,7 @@ def bursty(
     to: To = OutputFormat.native,
 ) -> None:
     """Independent requests under any arrival process, on/off bursts if not told otherwise."""
-    with trace_errors():
+    with asked_wrongly():
         prompt = LogNormal(prompt_mu, prompt_sigma, prompt_cap)
         output = LogNormal(output_mu, output_sigma, output_cap)
         write_workload(make_bursty(requests, arrivals_from(arrivals), prompt, output, seed), out, to)
@@ -179,7 +179,7 @@ def fixed(
     to: To = OutputFormat.native,
 ) -> None:
     """Requests of one shape that share nothing; as it stands, the benchmark workload FIX."""
-    with trace_errors():
+    with asked_wrongly():
         write_workload(make_fixed(requests, prompt, output, rate, seed), out, to)
 
 
@@ -195,6 +195,6 @@ def servegen(
     to: To = OutputFormat.native,
 ) -> None:
     """Draw requests from ServeGen's measured rates and lengths."""
-    with trace_errors():
-        source = ServeGenSource.read(rates, lengths)
+    source = ServeGenSource.read(rates, lengths)
+    with asked_wrongly():
         write_workload(draw_servegen(source, seed, start, duration, rate_factor), out, to)

@@ -14,7 +14,10 @@ from zlab.trust_table import show_many, show_one
 
 
 def trust(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Recordings of `zlab bench --out`.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", exists=True, file_okay=False, help="Recordings of `zlab bench --out`."),
+    ],
     profile: Annotated[
         str | None,
         typer.Option("--profile", "--cost", help="Its name or FILE.json; that of the recording's card if not given."),

@@ -28,7 +28,7 @@ class SlotTable:
         if self.floor is not None and self.num_slots * self.floor > limits.num_blocks:
             raise ConfigError(
                 f"{self.num_slots} query slots of {self.floor} blocks each need {self.num_slots * self.floor} blocks, "
-                f"but the pool has {limits.num_blocks}"
+                f"but the pool has {limits.num_blocks}: room for {limits.num_blocks // self.floor} slots"
             )
         if self.needed is not NeedsSlot.NEVER and self.num_slots < 1:
             raise ConfigError(f"at least one query slot is needed, not {self.num_slots}")
@@ -61,7 +61,16 @@ class SlotTable:
         if self.floor < 2:
             raise ConfigError(f"a budget of {self.floor} blocks keeps no token: it must be at least 2 blocks")
         if self.floor > limits.num_blocks:
-            raise ConfigError(f"a budget of {self.floor} blocks does not fit in a pool of {limits.num_blocks}")
+            raise ConfigError(self._too_large(size))
+
+    def _too_large(self, block_size: int) -> str:
+        """That the budget does not fit in the pool, and what would."""
+        words = (
+            f"a budget of {self.floor} blocks does not fit in a pool of {self._num_blocks}: "
+            f"the pool needs at least {self.floor} blocks"
+        )
+        kept = (self._num_blocks - 1) * block_size  # a budget's last block is the one that fills up again
+        return f"{words}, or the budget may keep at most {kept} tokens" if kept else words
 
     @property
     def unheld(self) -> list[int]:

@@ -108,12 +108,20 @@ def test_a_slot_given_in_a_missed_window_covers_one_block_more() -> None:
 
 # slots
 
+BUDGET_TOO_LARGE = (
+    "a budget of 21 blocks does not fit in a pool of 16: the pool needs at least 21 blocks, or the budget may keep at "
+    "most 60 tokens$"
+)
 CANNOT_WORK = (
     ("hybrid:budget=unlimited", LIMITS, "hybrid slots need a block budget"),
     ("full-kv:budget.kind=fixed", LIMITS, "a block budget needs query slots"),
     ("hybrid:budget.tokens=8,window=5", LIMITS, r"the observation window must be 1..block_size = 1..4 tokens, not 5"),
-    ("hybrid:budget.tokens=80,window=2", LIMITS, "a budget of 21 blocks does not fit in a pool of 16"),
-    ("hybrid:budget.tokens=8,window=2,num_slots=6", LIMITS, "6 query slots of 3 blocks each need 18 blocks, but .* 16"),
+    ("hybrid:budget.tokens=80,window=2", LIMITS, BUDGET_TOO_LARGE),
+    (
+        "hybrid:budget.tokens=8,window=2,num_slots=6",
+        LIMITS,
+        "6 query slots of 3 blocks each need 18 blocks, .* room for 5 slots",
+    ),
     ("constrained:budget=unlimited", LIMITS, "at least one query slot is needed, not 0"),
 )
 
@@ -122,6 +130,13 @@ CANNOT_WORK = (
 def test_policies_that_cannot_work_in_a_pool_are_refused_at_start(spec: str, limits: Limits, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Stage(load_policy(spec), limits)
+
+
+def test_what_a_refusal_names_instead_works() -> None:
+    Stage(load_policy("hybrid:budget.tokens=60,window=2"), LIMITS)
+    Stage(load_policy("hybrid:budget.tokens=80,window=2"), replace(LIMITS, num_blocks=21))
+    with pytest.raises(ConfigError, match=r"in a pool of 1: the pool needs at least 21 blocks$"):
+        Stage(load_policy("hybrid:budget.tokens=80,window=2"), replace(LIMITS, num_blocks=1))
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_batched_tokens", "max_running", "max_model_len"])

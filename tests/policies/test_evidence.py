@@ -24,7 +24,7 @@ from policies.evidence import (
 from policies.gates import Gates, gates_from_list
 from policies.spec import PolicyError, load_policy, policy_digest
 from policies.stored import store_policy, stored_from_dict
-from policies.sufficient import suffices, what_is_missing
+from policies.sufficient import what_is_missing
 from tests.house_source import ROOT
 from tests.policies.records import HERE, record, stored
 
@@ -143,7 +143,6 @@ def test_what_is_no_number_is_left_out() -> None:
 def test_what_is_missing_is_said_exactly() -> None:
     policy, there = stored(), Target("qwen3-8b", "h100")
     fine = record()
-    assert suffices(fine, policy, fine.code, HERE)
     assert what_is_missing([fine], policy, fine.code, HERE) == ""
     assert "there is no evidence on policy" in what_is_missing([], policy, fine.code, HERE)
     for records, code_now, target, words in (

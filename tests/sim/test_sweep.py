@@ -126,7 +126,10 @@ def test_a_bad_point_is_a_row_and_the_others_run() -> None:
     assert sorted(rows) == list(range(8))
     for place, row in rows.items():
         assert (row.error is None) == (row.summary is not None) == (place not in (4, 5))
-    assert rows[4].error == "ConfigError: a budget of 9 blocks does not fit in a pool of 4"
+    assert rows[4].error == (
+        "ConfigError: a budget of 9 blocks does not fit in a pool of 4: the pool needs at least 9 blocks, or the "
+        "budget may keep at most 768 tokens"
+    )
 
 
 def test_whatever_a_users_policy_raises_is_its_points_error(tmp_path: Path) -> None:

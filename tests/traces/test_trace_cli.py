@@ -13,13 +13,14 @@ from traces.formats import read_trace
 from traces.reuse import prefix_reuse
 from traces.synthetic import fixed, reasoning
 from traces.workload import TraceError
+from zlab import app
+from zlab.progress import Bar
 from zlab.source import Source
-from zlab.trace import app
 from zlab.trace_synth import arrivals_from
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["trace", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
 def as_json(*arguments: object) -> Any:
@@ -88,6 +89,17 @@ def test_check_reports_and_exits_1(tmp_path: Path) -> None:
     assert run("check", tmp_path / "none.csv").exit_code == 2
 
 
+def test_a_job_told_of_in_shares_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("zlab.progress.SHOW_AFTER_S", 0.0)
+    with Bar("reading t.csv") as bar:
+        bar.share(0.25)
+    with Bar("quiet", silent=True) as bar:
+        bar.share(0.5)
+    assert capsys.readouterr().err.startswith("reading t.csv: 25 of 100 % after 0 s, about 0 s left\n")
+
+
 def test_check_strict_order(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "m.jsonl", MOONCAKE[::-1])
     relaxed = run("check", path)
@@ -110,7 +122,7 @@ def test_convert_refuses_bad_rows_unless_told(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "m.jsonl", [*MOONCAKE, {**MOONCAKE[2], "input_length": 0}])
     target = tmp_path / "n.jsonl"
     refused = run("convert", source, target)
-    assert refused.exit_code == 2
+    assert refused.exit_code == 1
     assert f"error: {source}:4: input_length is 0, must be at least 1" in refused.stderr
     assert refused.stdout == ""
     assert not target.exists()

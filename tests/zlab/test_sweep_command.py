@@ -32,7 +32,8 @@ def test_rows_come_in_the_order_of_the_grid_and_bad_points_have_their_error() ->
     assert [p["error"] for p in points] == [
         None,
         None,
-        "ConfigError: a budget of 9 blocks does not fit in a pool of 4",
+        "ConfigError: a budget of 9 blocks does not fit in a pool of 4: the pool needs at least 9 blocks, or the "
+        "budget may keep at most 768 tokens",
         None,
     ]
     assert points[0]["requests_refused"] > 0
