@@ -18,6 +18,7 @@ from engine.loop import EngineLoop
 from engine.reserved import Reserved
 from engine.runner import Runner
 from engine.sampling import StepSampler
+from engine.swapping import HostSwap
 from policies.core.events import Sink
 from policies.core.limits import Limits
 from policies.core.policy import Policy
@@ -43,6 +44,7 @@ class EngineSettings:
         num_blocks: blocks of the cache; by default all that `memory_share` of the device's memory holds, on the CPU
             what `HOST_CACHE_BYTES` hold.
         device, dtype, variant: where and how the model runs.
+        host_blocks: blocks of host memory for swapped requests, all of it taken (on CUDA pinned) at the start.
         kernels: "torch" or "triton"; by default Triton on CUDA.
         use_graphs: decode steps as CUDA graphs; by default on CUDA.
         overlap: plan a step while the one before still runs, where that is safe; by default on CUDA: elsewhere a step
@@ -218,7 +220,8 @@ def _limits(
     activations = 8 * limits.max_batched_tokens * width * dtype.itemsize
     logits = 8 * limits.max_running * loaded.config.vocab_size
     workspace = _workspace_bytes(shape, limits, floor) if floor is not None else 0
-    reserved = num_engines * (GRAPH_RESERVE_BYTES + activations + logits + workspace)
+    swapping = HostSwap.device_bytes(shape, dtype, limits.host_blocks)
+    reserved = num_engines * (GRAPH_RESERVE_BYTES + activations + logits + workspace + swapping)
     largest = replace(limits, num_blocks=blocks_that_fit(shape, dtype, usable, reserved))
     slots = Reserved.of(policies, largest).num_slots  # the pool without them is larger, and has no fewer
     return replace(limits, num_blocks=blocks_that_fit(replace(shape, num_slots=slots), dtype, usable, reserved))

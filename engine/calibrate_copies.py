@@ -8,6 +8,7 @@ import torch
 
 from engine.calibrate_stage import Stage, spread
 from engine.calibrate_steps import CellError
+from engine.errors import EngineError
 from engine.swapping import HostSwap
 from policies.core.plan import CompressionTask
 from policies.core.prefix import PromptContent
@@ -59,13 +60,16 @@ def swap_cells(stage: Stage, num_blocks: int, repeats: int) -> list[Cell]:
     cache = stage.engine.cache
     if num_blocks > cache.shape.num_blocks:
         raise CellError(f"{num_blocks} blocks are needed, the pool has {cache.shape.num_blocks}")
-    swap, blocks = HostSwap(cache), list(range(num_blocks))
+    try:
+        swap, blocks = HostSwap(cache, num_blocks), list(range(num_blocks))
+    except EngineError as error:
+        raise CellError(str(error)) from error
     seconds: dict[str, list[float]] = {"out": [], "in": []}
     tokens = num_blocks * stage.block_size
     for _ in range(repeats + 1):
-        seconds["out"].append(_timed(cache.k, swap, lambda: swap.out(0, blocks, -1, 0, 0, tokens)))
+        seconds["out"].append(_timed(cache.k, swap, lambda: swap.out(0, blocks, -1, 0)))
         seconds["in"].append(_timed(cache.k, swap, lambda: swap.back(0, blocks, -1)))
-    # The first makes its pinned memory, which later ones use again.
+    # The first touches the host's memory for the first time.
     return [{"direction": way, "tokens": tokens, "seconds": spread(found[1:])} for way, found in seconds.items()]
 
 

@@ -25,22 +25,27 @@ class _Captured:
 class DecodeGraphs:
     """Graphs of `step`, captured for every size of `sizes` at once, largest first, sharing one memory pool."""
 
-    def __init__(self, step: StepFunction, sizes: tuple[int, ...], padding_row: int, device: torch.device) -> None:
-        """Capture; `padding_row` is the row that pads a batch up to a captured size. Needs CUDA."""
+    def __init__(
+        self, step: StepFunction, sizes: tuple[int, ...], padding_row: int, device: torch.device, priority: int = 0
+    ) -> None:
+        """Capture; `padding_row` is the row that pads a batch up to a captured size. Needs CUDA.
+
+        The kernels keep the stream `priority` that they are captured with, wherever a graph is replayed.
+        """
         self._sizes = sorted(sizes)
         self._padding_row = padding_row
         self._captured: dict[int, _Captured] = {}
         pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(priority=priority)
         for size in reversed(self._sizes):
             rows = torch.full((size,), padding_row, dtype=torch.int64, device=device)
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # compile and settle what a capture may not do
                     step(rows)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 output = step(rows)
             self._captured[size] = _Captured(graph, rows, output)
 

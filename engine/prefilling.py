@@ -10,6 +10,8 @@ from engine.cache import CacheShape
 from engine.transfer import moved
 from policies.core.plan import PrefillChunk
 
+ALIGNED = 4  # int32 values: Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes
+
 TokenIds = Callable[[int, int], Sequence[int]]  # request number, how many -> its first ids, prompt and output
 
 
@@ -41,16 +43,44 @@ def prefill_inputs(
     for row, chunk in enumerate(chunks):
         tables[row, : len(chunk.request.table)] = chunk.request.table
     tokens = np.concatenate([np.concatenate(part) for part in (ids, positions, slots, windows)])
-    counts = np.concatenate([np.asarray(lengths), np.asarray(starts), tables.ravel()])
+    counts, places = _aligned([np.asarray(lengths), np.asarray(starts), tables.ravel()])
     wide = moved(torch.from_numpy(tokens), device).view(4, -1)
     narrow = moved(torch.from_numpy(counts.astype(np.int32)), device)
-    num = len(chunks)
+    lengths_on, starts_on, tables_on = (narrow[place] for place in places)
     return PrefillInputs(
         token_ids=wide[0],
         positions=wide[1],
         slot_mapping=wide[2],
         window_rows=wide[3],
-        block_tables=narrow[2 * num + 1 :].view(num, width),
-        lengths=narrow[:num],
-        query_starts=narrow[num : 2 * num + 1],
+        block_tables=tables_on.view(len(chunks), width),
+        lengths=lengths_on,
+        query_starts=starts_on,
     )
+
+
+def nothing_to_store(num_tokens: int, block_size: int, device: torch.device) -> PrefillInputs:
+    """A chunk of so many tokens that leaves no trace in the cache: to warm up with."""
+    nowhere = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+    zeros = torch.zeros_like(nowhere)
+    return PrefillInputs(
+        token_ids=zeros,
+        positions=zeros,
+        slot_mapping=nowhere,
+        window_rows=nowhere,
+        block_tables=torch.zeros(1, -(-num_tokens // block_size), dtype=torch.int32, device=device),
+        lengths=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+    )
+
+
+def _aligned(sections: Sequence[np.ndarray]) -> tuple[np.ndarray, list[slice]]:
+    """The sections one behind the other, each from a multiple of `ALIGNED` on, and where each is."""
+    places = []
+    start = 0
+    for section in sections:
+        places.append(slice(start, start + len(section)))
+        start += -(-len(section) // ALIGNED) * ALIGNED
+    whole = np.zeros(start, dtype=np.int64)
+    for section, place in zip(sections, places, strict=True):
+        whole[place] = section
+    return whole, places

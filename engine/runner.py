@@ -12,7 +12,7 @@ from engine.decode_graphs import DecodeGraphs, graph_sizes
 from engine.kernels.contract import Kernels
 from engine.kernels.decode_plan import reserve_decode_workspace
 from engine.model import LanguageModel
-from engine.prefilling import TokenIds, prefill_inputs
+from engine.prefilling import TokenIds, nothing_to_store, prefill_inputs
 from engine.reserved import Reserved
 from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows, advance
 from engine.sampler import Logprobs
@@ -20,10 +20,14 @@ from engine.sampling import StepSampler, TokenLogprobs, row_of
 from engine.scorers import CompressionSettings
 from engine.swapping import HostSwap
 from engine.transfer import sent
+from policies.core.limits import Limits
 from policies.core.plan import StepPlan
 from policies.core.policy import Join, Policy
 from policies.core.request import Phase, Request
 from policies.core.scheduler import Scheduler
+
+STEP_PRIORITY = -1  # of the stream that steps run on; compressions and copies have 0, the lowest there is
+WARM_UP_TOKENS = (16, 256, 2048)  # prefill tokens of a step: sizes for which cuBLAS has other kernels
 
 
 @dataclass
@@ -74,9 +78,9 @@ class Runner:
         self._sampler = sampler
         self._scheduler = scheduler
         self.token_ids: TokenIds = _no_requests  # the first ids of a request; the loop puts its own here
-        self._swap = HostSwap(cache)
         self._device = cache.k.device
         limits = scheduler.state.limits
+        self._swap = HostSwap(cache, limits.host_blocks)
         most_blocks = min(limits.num_blocks, -(-limits.max_model_len // limits.block_size) + 1)
         self._reserved = reserved
         self._rows = DecodeRows(reserved.num_rows, most_blocks, self._device)
@@ -95,12 +99,24 @@ class Runner:
         self._bound = 0
         self.swapped_tokens = 0  # cache positions copied to the host and back
         self._member_rows = torch.empty(0, dtype=torch.int64, device=self._device)
-        if use_graphs:
-            sizes = graph_sizes(limits.max_running)
-            self._graphs = DecodeGraphs(self._decode, sizes, self._rows.padding_row, self._device)
+        # Steps go before compressions and copies, whose streams have no priority, wherever both have work for the card.
+        self._stream = torch.cuda.Stream(priority=STEP_PRIORITY) if self._device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._warm_up(limits)
+            if use_graphs:
+                sizes = graph_sizes(limits.max_running)
+                padding_row = self._rows.padding_row
+                self._graphs = DecodeGraphs(self._decode, sizes, padding_row, self._device, STEP_PRIORITY)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Enqueue a whole step and return without waiting for it."""
+        with torch.cuda.stream(self._stream):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._swap.join()
         failed = self._run_compressions(plan)
         self._run_swaps(plan)
@@ -155,6 +171,15 @@ class Runner:
         """Requests whose compression is done and not joined (join `when_done`)."""
         return self._compression.finished() if self._compression is not None else []
 
+    def _warm_up(self, limits: Limits) -> None:
+        """Compile and load what steps outside the graphs launch, so that serving never waits for it."""
+        padding = torch.full((1,), self._rows.padding_row, dtype=torch.int64, device=self._device)
+        most = min(limits.max_batched_tokens, limits.max_model_len)
+        for num_tokens in sorted({min(size, most) for size in (*WARM_UP_TOKENS, most)}):
+            prefill = nothing_to_store(num_tokens, limits.block_size, self._device)
+            rows = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._sampler.warm_up(self._forward(self._decode_inputs(padding), prefill, rows))
+
     # parts of a step
 
     def _run_compressions(self, plan: StepPlan) -> dict[int, str]:
@@ -170,23 +195,18 @@ class Runner:
         return failed
 
     def _run_swaps(self, plan: StepPlan) -> None:
+        if plan.swaps:  # who ended while it was planned is forgotten later, and the room has been booked again
+            self._swap.drop_all_but(self._scheduler.state.requests)
         for task in plan.swaps:
             request = task.request
             self.swapped_tokens += len(task.blocks) * self._cache.shape.block_size
             if task.out:
                 tokens = self.token_ids(request.number, request.total_tokens)
-                self._swap.out(
-                    request.number,
-                    task.blocks,
-                    request.slot,
-                    tokens[request.total_tokens - 1],
-                    request.total_tokens - 1,
-                    request.cache_tokens,
-                )
+                self._swap.out(request.number, task.blocks, request.slot, tokens[request.total_tokens - 1])
             else:
-                copy = self._swap.back(request.number, task.blocks, request.slot)
+                token = self._swap.back(request.number, task.blocks, request.slot)
                 row = self._take_row(request)
-                self._rows.set(row, TOKEN, copy.token)
+                self._rows.set(row, TOKEN, token)
                 self._set_row(request, row)
 
     def _update_members(self, plan: StepPlan) -> None:

@@ -77,6 +77,13 @@ class StepSampler:
         self._known.pop(number, None)
         self._slots.pop(number, None)
 
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compile and settle every way of drawing from `logits [rows, vocab]` that needs no penalties."""
+        self.most_probable(logits)
+        for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)):
+            rows = [SampleRequest(params, seed=0, place=0)] * len(logits)
+            self._sampler.sample(logits, self._sampler.plan(rows))
+
     def plain(self, numbers: Sequence[int]) -> bool:
         """Whether every row takes its most probable token and nothing else is asked."""
         known = [self._known[number].params for number in numbers]

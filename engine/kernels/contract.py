@@ -53,7 +53,7 @@ class Kernels(Protocol):
         workspace: DecodeWorkspace,
         output: torch.Tensor,
     ) -> None:
-        """One query per request, `queries [B, H_q, d]`, over its first `plan.lengths[r]` cached tokens, its own included.
+        """One query per request, `queries [B, H_q, d]`, over its `plan.lengths[r]` cached tokens, its own included.
 
         A request of length 0 (padding) gets zeros, one that the plan left out NaN. Splits depend on a request's own
         length only, never on who else is in the batch.

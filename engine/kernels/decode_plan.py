@@ -31,8 +31,8 @@ class DecodePlan:
     """The items of a batch: for all layers of a step, and for the workspace that it was made with.
 
     `lengths [B]`: cached tokens of each request. `first_items [B + 1]`: request r owns the items from `first_items[r]`
-    on, in order; the last entry is how many items there are to do. `items [items, 4]`: (item, request, first token, end)
-    in the order of work; rows past that count mean nothing. All int32.
+    on, in order; the last entry is how many items there are to do. `items [items, 4]`: (item, request, first token,
+    end) in the order of work; rows past that count mean nothing. All int32.
     """
 
     lengths: torch.Tensor

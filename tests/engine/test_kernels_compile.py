@@ -24,8 +24,8 @@ META = torch.device("meta")
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 KERNELS = (
     "_first_pass", "_reduce_rows", "_second_pass", "_lightning_kernel", "_pairs_kernel", "_combine_kernel",
-    "_random_kernel", "_select_kernel", "_compact_kernel", "_plan_kernel", "_split_kernel", "_reduce_kernel", "_prefill_kernel",
-    "_store_kernel",
+    "_random_kernel", "_select_kernel", "_compact_kernel", "_plan_kernel", "_split_kernel", "_reduce_kernel",
+    "_prefill_kernel", "_store_kernel",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process")
