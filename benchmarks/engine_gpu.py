@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 
+from benchmarks.run_figures import seconds_to_shares
 from engine.build import Engine, EngineSettings, build_engine
 from engine.loading import LoadedModel, load_model
 from engine.sampling_params import SamplingParams
@@ -92,16 +93,11 @@ def run(
     manifest = {
         "num_blocks": engine.limits.num_blocks,
         "block_size": engine.limits.block_size,
-        "compression_work_s": 0.0,
-        "swapped_tokens": 0,
+        "compression_work_s": engine.compression.work_seconds() if engine.compression is not None else 0.0,
+        "swapped_tokens": engine.runner.swapped_tokens,
     }
     summary = dict(summarize(requests, steps, manifest))
-    out = np.cumsum(steps["output_tokens"].to_numpy(), dtype=np.int64)
-    ends = steps["end_s"].to_numpy() - steps["start_s"].to_numpy()[0]
-    shares = {}
-    for share in (0.1, 0.25, 0.5, 0.75, 0.9):
-        index = int(np.searchsorted(out, share * total))
-        shares[str(share)] = float(ends[index]) if index < len(out) else None
+    tokens_out = int(steps["output_tokens"].to_numpy().sum(dtype=np.int64))
     step_s = steps["end_s"].to_numpy() - steps["start_s"].to_numpy()
     host_gap = steps["start_s"].to_numpy()[1:] - steps["end_s"].to_numpy()[:-1]
     return {
@@ -110,9 +106,9 @@ def run(
         "wall_s": wall,
         "set_up_s": set_up,
         "tokens_asked": total,
-        "tokens_out": int(out[-1]),
-        "tokens_per_s": float(out[-1] / wall),
-        "seconds_to_share": shares,
+        "tokens_out": tokens_out,
+        "tokens_per_s": tokens_out / wall,
+        "seconds_to_share": seconds_to_shares(steps, total),
         "step_ms": {"mean": float(step_s.mean() * 1e3), "p50": float(np.median(step_s) * 1e3)},
         "gap_ms_mean": float(host_gap.mean() * 1e3) if len(host_gap) else 0.0,
         "digest": engine.scheduler.digest(),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import judge_simulator, validate_simulator
+from benchmarks import judge_simulator, validate_simulator, validation_points
+from benchmarks.validation_points import Point, Size, choose, points, read_shares, share_of
 from engine.build import EngineSettings
 from engine.loading import load_model
 from sim.profile import load_profile
@@ -27,9 +28,9 @@ RUNS = {"W2-full-kv", "repeat-8-full-kv"} | GRID
 @pytest.fixture
 def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.calibrate.QUICK", FEW)
-    monkeypatch.setattr(validate_simulator, "CLOSED", ("W2",))
-    monkeypatch.setattr(validate_simulator, "POLICIES", ("full-kv",))
-    monkeypatch.setattr(validate_simulator.Size, "grid_pools", (96,))
+    monkeypatch.setattr(validation_points, "CLOSED", ("W2",))
+    monkeypatch.setattr(validation_points, "POLICIES", ("full-kv",))
+    monkeypatch.setattr(Size, "grid_pools", (96,))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> None:
@@ -49,6 +50,11 @@ def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     made = json.loads((out / "runs.json").read_text())
     assert {row["run"] for row in made["runs"]} == RUNS
     assert all(row["complete"] for row in made["runs"]), made["runs"]
+    for row in made["runs"]:
+        assert row["tokens_out"] == row["tokens_asked"] > 0
+        assert row["kernels_compiled_while_serving"] == 0
+        assert 0.0 < row["served_s"] < row["wall_s"]
+        assert (row["compression_share"] > 0.0) == (row["compressions"] > 0)
     judged = tmp_path / "trust.json"
     run(monkeypatch, "judge", str(out), "--out", str(judged), "--gpu", "h200", "--model", "smollm2-135m")
     found = json.loads(judged.read_text())
@@ -66,33 +72,35 @@ def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_shared
 def test_a_run_is_cut_when_its_time_is_over(tmp_path: Path) -> None:
-    size = validate_simulator.Size(block_size=16, first=6)
-    point = next(iter(validate_simulator.points(("timed",), size)))
+    size = Size(block_size=16, first=6)
+    point = next(iter(points(("timed",), size)))
     assert point.name == "azure-full-kv"
     loaded = load_model("dummy:tiny")
     settings = EngineSettings("dummy:tiny", block_size=16, device="cpu", overlap=False)
-    row = validate_simulator.run_point(point, settings, loaded, size, 0.5, tmp_path / "run")
+    row = validate_simulator.run_point(point, settings, loaded, 0.5, tmp_path / "run")
     assert row["complete"] is False
     assert "error" not in row
+    assert row["tokens_out"] < row["tokens_asked"]
+    assert row["seconds_to_share"]["0.9"] is None
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["stopped_by"] == "_CutError"
 
 
 def test_a_point_that_fails_is_a_row(tmp_path: Path) -> None:
-    size = validate_simulator.Size(block_size=16)
-    grid = validate_simulator.Point("bad", lambda: validate_simulator.grid_workload(size), "hybrid", 5, True)
+    size = Size(block_size=16)
+    grid = Point("bad", lambda: validation_points.grid_workload(size), "hybrid", 5, True)
     settings = EngineSettings("dummy:tiny", block_size=16, device="cpu")
-    row = validate_simulator.run_point(grid, settings, load_model("dummy:tiny"), size, 9.0, tmp_path)
+    row = validate_simulator.run_point(grid, settings, load_model("dummy:tiny"), 9.0, tmp_path)
     assert row["error"].startswith("ConfigError: ")
     assert "does not fit in a pool of 5" in row["error"]
 
 
 def test_every_run_there_is() -> None:
-    size = validate_simulator.Size()
-    every = list(validate_simulator.points(validate_simulator.PARTS, size))
+    size = Size()
+    every = list(points(validation_points.PARTS, size))
     assert len({point.name for point in every}) == len(every)
     assert sum(point.name.startswith("grid-") for point in every) == 12
     assert [point.at_once for point in every].count(False) == 6
-    total = sum(request.output_tokens or 0 for request in validate_simulator.grid_workload(size))
+    total = sum(request.output_tokens or 0 for request in validation_points.grid_workload(size))
     assert total > 2 * max(size.grid_pools) * 256 / 3  # more than fits at once
 
 
@@ -111,7 +119,78 @@ def test_pieces_fit_together_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("part", ["closd", "grid,all"])
-def test_an_unknown_part_is_refused(part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unknown_part_is_refused(
+    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, "validate", "--out", str(tmp_path / "out"), "--parts", part)
     assert not (tmp_path / "out").exists()
+    assert "choices are calibrate,closed,timed,grid,more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--only", "W9"), "'W9' is no run; there are calibrate, W1-full-kv, "),
+        (("--skip", "W4-*,W9"), "'W9' is no run; there are calibrate, W1-full-kv, "),
+        (("--parts", "closed", "--only", "grid-*"), "'grid-*' is no run; there are W1-full-kv, "),
+        (("--only", "W1-hybrid", "--share", "W2-hybrid=9"), "'W2-hybrid' is no run; there are W1-hybrid"),
+        (("--share", "W1-hybrid"), "'W1-hybrid': a share is NAME=SECONDS"),
+        (("--share", "W1-hybrid=-3"), "'W1-hybrid=-3': a share is NAME=SECONDS"),
+        (("--only", "W1-hybrid", "--skip", "W1-*"), "nothing is left"),
+        ((), "--out FOLDER is needed"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "validate", *arguments)
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    run(monkeypatch, "validate", "--list", *arguments)
+    return capsys.readouterr().out.split()
+
+
+def test_names_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    every = listed(monkeypatch, capsys)
+    assert every[:2] == ["calibrate", "W1-full-kv"]
+    assert {f"{load}-hybrid-{how}" for load in ("W1", "W2", "W4") for how in ("1024", "swap")} <= set(every)
+    chosen = listed(monkeypatch, capsys, "--only", "W4-*,calibrate", "--skip", "*-blocking")
+    assert chosen == ["calibrate", "W4-full-kv", "W4-hybrid", "W4-hybrid-1024", "W4-hybrid-swap"]
+    assert listed(monkeypatch, capsys, "--parts", "more", "--skip", "W[24]-*") == ["W1-hybrid-1024", "W1-hybrid-swap"]
+
+
+def test_two_calls_share_all_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = listed(monkeypatch, capsys, "--only", "calibrate,W1-*,azure-*")
+    theirs = listed(monkeypatch, capsys, "--parts", ",".join(validation_points.ALL_PARTS), "--skip", ",".join(ours))
+    assert not set(ours) & set(theirs)
+    assert set(ours) | set(theirs) == set(listed(monkeypatch, capsys))
+
+
+def test_names_come_in_the_order_in_which_they_are_wanted() -> None:
+    names = ["a1", "a2", "b1", "b2"]
+    assert choose(names, ["b2", "a*", "b*"], []) == ["b2", "a1", "a2", "b1"]
+    assert choose(names, [], ["a*"]) == ["b1", "b2"]
+    assert read_shares(["b*=30", "b2=2.5"], names) == {"b1": 30.0, "b2": 2.5}
+
+
+def test_time_is_shared_by_weight_but_for_what_is_promised() -> None:
+    heavy, light, other = [
+        Point(name, lambda: validation_points.grid_workload(Size()), "hybrid", 96, True, weight)
+        for name, weight in (("heavy", 2.0), ("light", 1.0), ("other", 1.0))
+    ]
+    assert share_of(80.0, [heavy, light, other], {}) == 40.0
+    assert share_of(80.0, [heavy, light, other], {"other": 20.0}) == 40.0
+    assert share_of(30.0, [light, other], {"other": 20.0}) == 10.0
+    assert share_of(80.0, [other], {"other": 20.0}) == 20.0
+    assert share_of(15.0, [other], {"other": 20.0}) == 15.0
+    assert share_of(15.0, [light, other], {"other": 20.0}) < 0.0  # left out
+
+
+def test_swapping_runs_have_room_in_host_memory() -> None:
+    swapping = [point for point in points(("more",), Size(host_blocks=7)) if "swap" in point.name]
+    assert [point.host_blocks for point in swapping] == [7, 7, 7]
+    assert {point.host_blocks for point in points(validation_points.PARTS, Size())} == {0}
