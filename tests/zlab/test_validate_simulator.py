@@ -40,34 +40,46 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> None:
 
 @needs_shared
 @pytest.mark.usefixtures("few_runs")
-def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    run(monkeypatch, "validate", "--out", str(out), "--parts", "calibrate,closed,grid", *SMALL)
-    names = {path.name for path in out.iterdir()}
-    (profile,) = out.glob("cpu-*-tiny-float32.json")
+def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two calls share the work: one calibrates, the other has the grid, and a run that the first made, too."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    run(monkeypatch, "validate", "--out", str(ours), "--only", "calibrate,W2-full-kv,grid-8-hybrid-64", *SMALL)
+    run(monkeypatch, "validate", "--out", str(theirs), "--parts", "closed,grid", "--skip", "grid-8-hybrid-64", *SMALL)
+    names = {path.name for path in ours.iterdir()}
+    (profile,) = ours.glob("cpu-*-tiny-float32.json")
     assert names == {"measurements.json", "runs.json", "recordings.tar.gz.0", profile.name}
+    assert {path.name for path in theirs.iterdir()} == {"runs.json", "recordings.tar.gz.0"}
     assert load_profile(profile).model == "tiny"
-    made = json.loads((out / "runs.json").read_text())
-    assert {row["run"] for row in made["runs"]} == RUNS
-    assert all(row["complete"] for row in made["runs"]), made["runs"]
-    for row in made["runs"]:
+    made = [row for folder in (ours, theirs) for row in json.loads((folder / "runs.json").read_text())["runs"]]
+    assert {row["run"] for row in made} == RUNS
+    assert all(row["complete"] for row in made), made
+    for row in made:
         assert row["tokens_out"] == row["tokens_asked"] > 0
         assert row["kernels_compiled_while_serving"] == 0
         assert 0.0 < row["served_s"] < row["wall_s"]
         assert (row["compression_share"] > 0.0) == (row["compressions"] > 0)
     judged = tmp_path / "trust.json"
-    run(monkeypatch, "judge", str(out), "--out", str(judged), "--gpu", "h200", "--model", "smollm2-135m")
+    how = ("--out", str(judged), "--gpu", "h200", "--model", "smollm2-135m")
+    run(monkeypatch, "judge", str(ours), str(theirs), *how)
     found = json.loads(judged.read_text())
-    everyone = [*found["validation"], *found["grid"]["runs"]]
+    everyone = [*found["validation"], *found["grid"]]
     assert {row["run"] for row in everyone} | {"repeat-8-full-kv"} == RUNS
     for row in everyone:
-        assert row["profile"]["decisions"]["equal"], row["run"]
-        assert row["roofline"]["decisions"]["equal"], row["run"]
-    assert set(found["grid"]["ranking"]) == {"profile", "roofline"}
+        assert row["decisions"]["equal"], row["run"]
+        assert row["measured"]["tokens_out"] == row["measured"]["tokens_asked"]
+        span = row["figures"]["makespan_s"]
+        assert span["error"] == pytest.approx(span["profile"] / span["measured"] - 1.0, abs=2e-4)
+        assert sum(kind["measured_s"] for kind in row["steps"].values()) == pytest.approx(span["measured"], rel=1e-3)
+    assert set(found["ranking"]["tau"]) == {"profile", "roofline"}
+    assert found["ranking"]["runs"] == len(GRID)
     assert found["goals"]["makespan_s"]["runs"] == 1
-    assert set(found["repeat"]) == {"repeat-8-full-kv"}
+    assert set(found["repeat"]) == {"repeat-8-full-kv", "W2-full-kv in theirs"}
+    assert all(row["same_decisions"] for row in found["repeat"].values())
     assert found["profile"]["model"] == "tiny"
-    assert found["about"]["card"] == "CPU"
+    assert [call["folder"] for call in found["calls"]] == ["ours", "theirs"]
+    assert {call["card"] for call in found["calls"]} == {"CPU"}
+    assert found["not_run"] == found["not_judged"] == []
+    assert f"goal of tau {judge_simulator.GOAL_TAU} over 4 points" in " ".join(capsys.readouterr().out.split())
 
 
 @needs_shared
@@ -112,8 +124,9 @@ def test_pieces_fit_together_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     names = validate_simulator.pack(recordings, tmp_path)
     assert len(names) > 10
     shutil.rmtree(recordings)
-    found = judge_simulator.unpack(tmp_path)
-    assert json.loads((found / "run" / "manifest.json").read_text()) == list(range(500))
+    (found,) = judge_simulator.unpack(tmp_path)
+    assert found == tmp_path / "recordings" / "run"
+    assert json.loads((found / "manifest.json").read_text()) == list(range(500))
     with pytest.raises(SystemExit, match=r"holds neither recordings/ nor recordings\.tar\.gz\.0"):
         judge_simulator.unpack(recordings.parent)
 
