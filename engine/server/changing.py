@@ -57,10 +57,32 @@ def carry_out(lanes: Sequence[Lane], order: Order) -> Lane:
     if lane is live:
         followers = [other for other in lanes[1:] if other.follows_live or _same(other.policy, policy)]
         moved += [(other, policy) for other in followers]
+    stood = tuple(each.stand() for each, _ in moved)
     _replace_all(moved)
+    for each in lanes:
+        each.undo = stood if each is lane else ()
     _begins(lane, order.why, evidence, follows_live=order.policy is None)
     for other in followers:
         _begins(other, f"follows live: {order.why}", evidence, follows_live=True)
+    return lane
+
+
+def take_back(lanes: Sequence[Lane], name: str, digest: str) -> Lane:
+    """As if the last change, after which the policy of this digest decides in the lane, had not been.
+
+    Raises ApiError (409), and then nothing has changed, where that is not the last change of all.
+    """
+    lane = find_lane(lanes, name)
+    if not lane.undo or policy_digest(lane.policy) != digest:
+        message = (
+            f"the last change was not that policy {digest[:16]} took over in the {name} lane: nothing to take back"
+        )
+        raise ApiError(409, message, param="digest", code="not_the_last_change")
+    stood, lane.undo = lane.undo, ()
+    _replace_all([(each.lane, each.policy) for each in stood])
+    for each in stood:
+        _begins(each.lane, each.why, each.evidence, follows_live=each.follows_live)
+        each.lane.since_unix_s, each.lane.before = each.since_unix_s, each.before
     return lane
 
 

@@ -22,6 +22,19 @@ Before = tuple[Policy, str | None]  # a policy and the id of its evidence
 MakeSink = Callable[[str], Sink | None]  # from a lane's name, once for every engine that is built
 
 
+@dataclass(frozen=True)
+class Stand:
+    """What decided in a lane before a change, and what was said of it: enough to go back as if nothing had been."""
+
+    lane: "Lane"
+    policy: Policy
+    since_unix_s: float
+    evidence: str | None
+    why: str
+    before: Before | None
+    follows_live: bool
+
+
 @dataclass(eq=False)
 class Lane:
     """One engine behind the server; only the engine's thread touches it.
@@ -32,6 +45,7 @@ class Lane:
         before: the policy that decided before, with its evidence; None where there is nothing to go back to.
         follows_live: it is a canary lane without a policy of its own, and runs what the live lane runs.
         num_changes: policies that took over since the start.
+        undo: how all lanes that its last change moved stood before; empty where there is nothing to take back.
         entries: its live outputs by request number.
         num_rebuilt: engines that were thrown away after a step that failed.
     """
@@ -46,6 +60,7 @@ class Lane:
     before: Before | None = None
     follows_live: bool = False
     num_changes: int = 0
+    undo: tuple[Stand, ...] = field(default=(), repr=False)
     entries: dict[int, Entry] = field(default_factory=dict)
     num_rebuilt: int = 0
 
@@ -63,6 +78,10 @@ class Lane:
     def num_waiting(self) -> int:
         """Requests that hold no blocks and would like to."""
         return len(self.engine.scheduler.state.waiting)
+
+    def stand(self) -> Stand:
+        """How it stands now."""
+        return Stand(self, self.policy, self.since_unix_s, self.evidence, self.why, self.before, self.follows_live)
 
     def rebuild(self) -> None:
         """A fresh engine under the policy of now, as large as the old one, whose memory goes first.

@@ -117,3 +117,12 @@ class PolicyChangeRequest(BaseModel):
     why: str = Field(default="", max_length=2000)
     evidence: str | None = None
     change: int | None = None
+
+
+class PolicyUndoRequest(BaseModel):
+    """A change to be taken back: the last one, after which the policy of that digest decides in that lane."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lane: Literal["live", "canary"]
+    digest: str

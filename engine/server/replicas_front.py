@@ -90,7 +90,7 @@ class Front:
                 await self._while_there(request, receive, send)
                 return
             case _:
-                report = together(await self.roster.change_all(request))
+                report = together(*await self.roster.change_all(request))
         await send({"type": "http.response.start", "status": report.status, "headers": list(report.headers)})
         await send({"type": "http.response.body", "body": report.body})
 

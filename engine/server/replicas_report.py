@@ -97,10 +97,11 @@ def _own_families(roster: Roster, answered: set[str]) -> list[Metric]:
     return [up, load, *(CounterMetricFamily(f"zlab:{name}", text, value=value) for name, text, value in totals)]
 
 
-def together(replies: Sequence[Reply]) -> Report:
+def together(replies: Sequence[Reply], taken_back: Sequence[Reply] = ()) -> Report:
     """One answer from those of all replicas: the first one's, with all of them under "replicas".
 
-    What all refuse alike is refused. Raises ApiError where some did what others did not, or nobody answered.
+    What all refuse alike is refused. Raises ApiError where some did what others did not, or nobody answered: 409 where
+    those others refused and it was `taken_back` wherever it had been done, so that nothing has changed; else 502.
     """
     if not replies:
         raise unavailable("no replica is there", "no_replica", 2)
@@ -108,11 +109,27 @@ def together(replies: Sequence[Reply]) -> Report:
     if len(statuses) == 1 and not replies[0].done and replies[0].status:
         return Report(replies[0].status, replies[0].headers, replies[0].body)
     if not all(reply.done for reply in replies):
-        done = [reply.member.name for reply in replies if reply.done]
-        failed = "; ".join(f"replica {reply.member.name}: {_why(reply)}" for reply in replies if not reply.done)
-        message = f"not done by every replica ({failed}); done by: {', '.join(done) or 'none'}"
-        raise ApiError(502, message, code="replicas_disagree")
+        raise _in_part(replies, taken_back)
     return _json(replies[0].status, {**_said(replies[0]), "replicas": {r.member.name: _said(r) for r in replies}})
+
+
+def _in_part(replies: Sequence[Reply], taken_back: Sequence[Reply]) -> ApiError:
+    """What is said of something that some replicas did and others did not."""
+    done = [reply.member.name for reply in replies if reply.done]
+    failed = [reply for reply in replies if not reply.done]
+    message = f"not done by every replica ({_reasons(failed)}); done by: {', '.join(done) or 'none'}"
+    left = [reply for reply in taken_back if not reply.done]
+    if taken_back and not left:
+        message += ", and taken back there"
+        if all(reply.status for reply in failed):
+            return ApiError(409, f"{message}: nothing has changed", code="not_by_all")
+    elif left:
+        message += f"; it could not be taken back everywhere ({_reasons(left)})"
+    return ApiError(502, message, code="replicas_disagree")
+
+
+def _reasons(replies: Sequence[Reply]) -> str:
+    return "; ".join(f"replica {reply.member.name}: {_why(reply)}" for reply in replies)
 
 
 def policies(replies: Sequence[Reply]) -> Report:

@@ -1,15 +1,18 @@
 """Who among the replicas may be sent requests, kept up to date; a newcomer first catches up with changes of policy."""
 
 import asyncio
+import json
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.server.replicas_affinity import Lead, PrefixAffinity
 from engine.server.replicas_call import BrokenAnswerError, Forwarded, Headers
 from engine.server.replicas_fleet import Fleet, Member, ReplicaLostError
+from engine.server.sending import to_json
 
 LOG = logging.getLogger("zlab.server")
+POLICY = "/v1/policy"
 LOOK_S = 1.0
 ANSWER_TIMEOUT_S = 17.0  # for what is asked of every replica: a change of policy gives up after 15 s by itself
 MOST_CHANGES = 64  # that a newcomer carries out; who has missed more has no use for the oldest
@@ -28,6 +31,14 @@ class Reply:
     def done(self) -> bool:
         """Whether the replica did what was asked."""
         return 200 <= self.status < 300
+
+
+def undo_of(change: Forwarded, done: Reply) -> Forwarded:
+    """What takes a change of policy back in the replica that gave this reply to it."""
+    said = json.loads(done.body)
+    headers = tuple(pair for pair in change.headers if pair[0].lower() != b"content-length")
+    body = to_json({"lane": said["lane"], "digest": said["digest"]})
+    return replace(change, path=f"{POLICY}/undo", headers=headers, body=body)
 
 
 class Roster:
@@ -77,16 +88,24 @@ class Roster:
         members = sorted(self.members.values(), key=lambda member: member.name)
         return list(await asyncio.gather(*(self._ask(member, request) for member in members)))
 
-    async def change_all(self, request: Forwarded) -> list[Reply]:
-        """Ask all for a change; one that all carry out is asked of every newcomer, too."""
+    async def change_all(self, request: Forwarded) -> tuple[list[Reply], list[Reply]]:
+        """Ask all for a change; one that all carry out is asked of every newcomer, too.
+
+        A policy that only some take is taken back there: the second list has their replies to that.
+        """
         async with self._looking:
             replies = await self.ask_all(request)
-            if replies and all(reply.done for reply in replies):
+            done = [reply for reply in replies if reply.done]
+            if done and len(done) < len(replies) and request.path == POLICY:
+                return replies, list(
+                    await asyncio.gather(*(self._ask(reply.member, undo_of(request, reply)) for reply in done))
+                )
+            if done and len(done) == len(replies):
                 self._changes = [*self._changes, request][-MOST_CHANGES:]
                 self._num_changes += 1
                 for reply in replies:
                     self._caught_up[reply.member.id] = self._num_changes
-        return replies
+        return replies, []
 
     async def _ask(self, member: Member, request: Forwarded) -> Reply:
         status, body = 0, b""

@@ -1,4 +1,7 @@
-"""`POST /v1/policy`: from the next step on another policy decides in a lane; `/v1/policy/watch`: how it does there."""
+"""`POST /v1/policy`: from the next step on another policy decides in a lane; `/v1/policy/undo`: as if it never had.
+
+`GET /v1/policy/watch`: how it does there.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,12 +11,12 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from engine.server.changing import Order, carry_out
+from engine.server.changing import Order, carry_out, take_back
 from engine.server.described import ANSWERS
 from engine.server.errors import ApiError, invalid, unavailable
 from engine.server.house import House
 from engine.server.lanes import Lane
-from engine.server.protocol import PolicyChangeRequest
+from engine.server.protocol import PolicyChangeRequest, PolicyUndoRequest
 from engine.server.routes_state import describe_lanes
 from engine.server.sending import Json
 from engine.server.watch import Watch
@@ -35,13 +38,12 @@ def admin_routes(watch: Watch | None) -> Callable[[House], APIRouter]:
             """200 once the policy decides; any other status says that nothing has changed, and why."""
             policy = await asyncio.to_thread(_load, asked)
             why = f"{asked.who}: {asked.why}" if asked.why else asked.who
-            order = Order(asked.lane, policy, why, asked.evidence)
-            future = house.worker.call(partial(_change, order=order))
-            changed = asyncio.wrap_future(future)
-            done, _ = await asyncio.wait([changed], timeout=TAKES_S)
-            if not done and future.cancel():
-                raise unavailable(f"the engine was busy for {TAKES_S:.0f} s; nothing was changed", "engine_busy", 5)
-            return Json(await changed)
+            return await _between_steps(house, partial(carry_out, order=Order(asked.lane, policy, why, asked.evidence)))
+
+        @router.post("/policy/undo", response_class=Response, responses=ANSWERS)
+        async def undo(asked: PolicyUndoRequest) -> Response:
+            """200 once all is as before the last change; any other status says that nothing has changed, and why."""
+            return await _between_steps(house, partial(take_back, name=asked.lane, digest=asked.digest))
 
         @router.get("/policy/watch", response_class=Response, responses=ANSWERS)
         async def watched() -> Response:
@@ -55,9 +57,19 @@ def admin_routes(watch: Watch | None) -> Callable[[House], APIRouter]:
     return routes
 
 
-def _change(lanes: Sequence[Lane], order: Order) -> dict[str, Any]:
-    lane = carry_out(lanes, order)
-    return next(found for found in describe_lanes(lanes) if found["lane"] == lane.name)
+async def _between_steps(house: House, change: Callable[[Sequence[Lane]], Lane]) -> Response:
+    """Make a change of a lane at the next step boundary, and describe the lane. Raises ApiError."""
+
+    def made(lanes: Sequence[Lane]) -> dict[str, Any]:
+        lane = change(lanes)
+        return next(found for found in describe_lanes(lanes) if found["lane"] == lane.name)
+
+    future = house.worker.call(made)
+    changed = asyncio.wrap_future(future)
+    done, _ = await asyncio.wait([changed], timeout=TAKES_S)
+    if not done and future.cancel():
+        raise unavailable(f"the engine was busy for {TAKES_S:.0f} s; nothing was changed", "engine_busy", 5)
+    return Json(await changed)
 
 
 def _load(asked: PolicyChangeRequest) -> Policy | None:

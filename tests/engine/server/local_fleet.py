@@ -26,7 +26,10 @@ class Application:
     def __init__(self, name: str) -> None:
         self.name = name
         self.policy = "first"
+        self.before = ""  # the policy before the last change
         self.refuses = 0  # status with which a change is refused, 0: none
+        self.keeps = False  # a change is not taken back
+        self.dies: Callable[[], None] | None = None  # called when a change comes
         self.silent = False  # it takes requests and says nothing
         self.num_asked = 0
         self.num_left = 0  # requests whose client went
@@ -69,17 +72,28 @@ class Application:
                 page = f"# HELP asked_total Requests.\n# TYPE asked_total counter\nasked_total {self.num_asked}\n"
                 await _send(send, 200, page.encode())
             case "/v1/policy", "GET":
-                lane = {"lane": "live", "policy": self.policy, "digest": self.policy[::-1], "toml": self.policy}
-                await _send_json(send, 200, {"lanes": [lane]})
+                await _send_json(send, 200, {"lanes": [self._lane()]})
+            case "/v1/policy", "POST" if self.dies is not None:
+                self.dies()
+                await asyncio.Event().wait()
             case "/v1/policy", "POST" if self.refuses:
                 await _send_json(send, self.refuses, {"error": {"message": f"{self.name} does not want to"}})
             case "/v1/policy", "POST":
-                self.policy = json.loads(body)["policy"]
-                await _send_json(send, 200, {"policy": self.policy})
+                self.before, self.policy = self.policy, json.loads(body)["policy"]
+                await _send_json(send, 200, self._lane())
+            case "/v1/policy/undo", "POST" if self.keeps:
+                await _send_json(send, 503, {"error": {"message": f"{self.name} is busy"}})
+            case "/v1/policy/undo", "POST":
+                assert json.loads(body) == {"lane": "live", "digest": self._lane()["digest"]}
+                self.policy = self.before
+                await _send_json(send, 200, self._lane())
             case "/v1/models", "GET":
                 await _send_json(send, 200, {"model": "small"})
             case _:
                 await _send_json(send, 404, {"error": {"message": "Not Found"}})
+
+    def _lane(self) -> dict[str, str]:
+        return {"lane": "live", "policy": self.policy, "digest": self.policy[::-1], "toml": self.policy}
 
 
 async def _send(send: Send, status: int, body: bytes) -> None:

@@ -162,7 +162,8 @@ def test_a_change_reaches_all_and_those_that_come_later_before_any_request() -> 
         for policy in ("second", "third"):
             call = await place.change(policy)
             assert call.status == 200
-            assert call.json == {"policy": policy, "replicas": {"0": {"policy": policy}, "1": {"policy": policy}}}
+            assert call.json["policy"] == policy
+            assert {name: row["policy"] for name, row in call.json["replicas"].items()} == {"0": policy, "1": policy}
         place.fleet.kill(place.fleet.of("1")[0])
         newcomer = place.fleet.start("1")
         newcomer.refuses = 409
@@ -180,23 +181,60 @@ def test_a_change_reaches_all_and_those_that_come_later_before_any_request() -> 
     play(story)
 
 
-def test_a_change_that_one_replica_refuses_says_which() -> None:
+def policies_of(place: Place) -> dict[str, str]:
+    return {app.name: app.policy for app in place.fleet.apps.values()}
+
+
+def test_a_change_that_one_replica_refuses_is_taken_back_by_the_others() -> None:
     async def story(place: Place) -> None:
+        await place.change("second")
         place.fleet.of("1")[1].refuses = 400
-        call = await place.change("second")
-        assert (call.status, call.error) == (502, "replicas_disagree")
-        assert "replica 1: 1 does not want to" in call.json["error"]["message"]
-        assert "done by: 0" in call.json["error"]["message"]
+        call = await place.change("third")
+        assert (call.status, call.error) == (409, "not_by_all")
+        message = call.json["error"]["message"]
+        assert "(replica 1: 1 does not want to); done by: 0, 2, and taken back there: nothing has changed" in message
         found = (await place.get("/v1/policy")).json
-        assert (found["lanes"][0]["digest"], found["agree"]) == (None, False), "nobody is told of one for all"
-        assert [row["lanes"][0]["policy"] for row in found["replicas"].values()] == ["second", "first"]
-        place.fleet.of("0")[1].refuses = 400
-        call = await place.change("second")
+        assert (found["lanes"][0]["digest"], found["agree"]) == ("second"[::-1], True)
+        assert policies_of(place) == dict.fromkeys("012", "second")
+        for name in "02":
+            place.fleet.of(name)[1].refuses = 400
+        call = await place.change("third")
         assert (call.status, call.json["error"]["message"]) == (400, "0 does not want to")
         place.fleet.kill(place.fleet.of("1")[0])
         newcomer = place.fleet.start("1")
         await place.roster.look()
-        assert newcomer.policy == "first", "what was not done by all is not done again"
+        assert newcomer.policy == "second", "what was not done by all is not done again"
+
+    play(story, num_replicas=3)
+
+
+def test_a_change_that_cannot_be_taken_back_says_where() -> None:
+    async def story(place: Place) -> None:
+        place.fleet.of("1")[1].refuses = 400
+        place.fleet.of("0")[1].keeps = True
+        call = await place.change("second")
+        assert (call.status, call.error) == (502, "replicas_disagree")
+        message = call.json["error"]["message"]
+        assert "replica 1: 1 does not want to" in message
+        assert "done by: 0, 2; it could not be taken back everywhere (replica 0: 0 is busy)" in message
+        assert policies_of(place) == {"0": "second", "1": "first", "2": "first"}
+        found = (await place.get("/v1/policy")).json
+        assert (found["lanes"][0]["digest"], found["agree"]) == (None, False), "nobody is told of one for all"
+
+    play(story, num_replicas=3)
+
+
+def test_a_change_during_which_a_replica_dies_is_taken_back_but_nobody_promises_that_nothing_happened() -> None:
+    async def story(place: Place) -> None:
+        id, app = place.fleet.of("1")
+        app.dies = lambda: place.fleet.kill(id)
+        call = await place.change("second")
+        assert (call.status, call.error) == (502, "replicas_disagree")
+        assert "(replica 1: it has died); done by: 0, and taken back there" in call.json["error"]["message"]
+        assert "nothing has changed" not in call.json["error"]["message"]
+        place.fleet.start("1")
+        await place.roster.look()
+        assert policies_of(place) == {"0": "first", "1": "first"}, "the newcomer and the one that had changed"
 
     play(story)
 

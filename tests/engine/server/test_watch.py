@@ -1,5 +1,7 @@
 """Another policy in a running server, and the watch that puts the one before back."""
 
+import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp
 
 from engine.errors import EngineError
+from engine.server.app import create_app
 from engine.server.keys import Keys
+from engine.server.replicas_call import Forwarded, answer
+from engine.server.replicas_fleet import Member
+from engine.server.replicas_roster import Reply, undo_of
 from engine.server.routes_admin import admin_routes
 from engine.server.watch import Watch, WatchSettings
 from policies.gates import gates_from_list
@@ -130,6 +137,55 @@ def test_a_canary_has_a_policy_of_its_own_until_it_ends_or_becomes_live() -> Non
         assert now() == [(HYBRID, False), (HYBRID, True)]
         send(order(PLAIN))  # and one that follows comes along
         assert now() == [("full-kv", False), ("full-kv", True)]
+
+
+def test_a_change_is_taken_back_as_if_it_had_not_been() -> None:
+    def undo(server: Served, lane: str, policy: str) -> Any:
+        body = {"lane": lane, "digest": policy_digest(load_policy(policy))}
+        return server.post("/v1/policy/undo", body, headers=ADMIN)
+
+    def now(server: Served) -> dict[str, Any]:
+        return {name: row | {"decision_digest": ""} for name, row in lanes(server).items()}  # the journal has them all
+
+    with running(canary_share=0.4) as server:
+        for body in (order(CONSTRAINED, evidence="e" * 64), order(HYBRID, lane="canary")):
+            assert server.post("/v1/policy", body, headers=ADMIN).status_code == 200
+        before = now(server)
+        assert before["live"]["before"] == "full-kv"
+        # What is live now had been canary: undone, the canary has its own policy again, as well.
+        assert server.post("/v1/policy", order(HYBRID), headers=ADMIN).status_code == 200
+        assert now(server)["canary"]["follows_live"]
+        wrong = [("live", CONSTRAINED), ("canary", HYBRID), ("canary", PLAIN)]
+        for lane, policy in wrong:
+            refused = undo(server, lane, policy)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_the_last_change")
+        assert server.post("/v1/policy/undo", {"lane": "live", "digest": "0"}).status_code == 401
+        answer = undo(server, "live", HYBRID)
+        assert (answer.status_code, answer.json()["policy"]) == (200, CONSTRAINED)
+        assert now(server) == before
+        assert undo(server, "live", CONSTRAINED).status_code == 409, "one change, once"
+        assert complete(server)["choices"][0]["finish_reason"] == "length"
+        assert server.post("/v1/policy", order(None, lane="canary"), headers=ADMIN).status_code == 200
+        assert undo(server, "canary", CONSTRAINED).json()["policy"] == HYBRID
+        assert now(server)["canary"] == before["canary"]
+
+
+def test_a_replica_understands_what_the_front_sends_to_take_a_change_back() -> None:
+    async def ask(app: ASGIApp, request: Forwarded) -> Reply:
+        parts = [part async for part in answer(app, request, lambda: 0.0)]
+        assert parts[0].status is not None
+        return Reply(Member("0-0", "0", 0, 4, 60, True), parts[0].status, (), b"".join(part.body for part in parts))
+
+    with running() as server:
+        app = create_app(server.house, [admin_routes(None)])
+        body = json.dumps(order(HYBRID)).encode()
+        names = {b"authorization": ADMIN["Authorization"].encode(), b"content-type": b"application/json"}
+        headers = (*names.items(), (b"Content-Length", str(len(body)).encode()))
+        change = Forwarded("POST", "/v1/policy", b"", headers, body)
+        done = asyncio.run(ask(app, change))
+        assert (done.status, lanes(server)["live"]["policy"]) == (200, HYBRID)
+        undone = asyncio.run(ask(app, undo_of(change, done)))
+        assert (undone.status, lanes(server)["live"]["policy"]) == (200, "full-kv"), undone.body
 
 
 def test_a_policy_that_one_lane_cannot_hold_changes_neither() -> None:
