@@ -1,38 +1,23 @@
 """Swaps: what comes back is what went out, whatever was written meanwhile; host memory is booked and used again."""
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from engine import host_rows, swapping
-from engine.build import build_engine
 from engine.cache import CacheShape, PagedCache
-from engine.errors import EngineError
-from engine.host_pool import HostPool
 from engine.host_rows import NUM_STAGES
 from engine.swapping import HostSwap
 from policies.core.events import Kind
-from tests.engine.engine_cases import POISON, SMALL, play, prompt, request, tiny, watched
+from tests.engine.engine_cases import POISON, play, prompt, request, watched
+from tests.engine.swap_cases import SHAPE, filled
 
 torch.set_num_threads(1)
 HAS_GPU = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")]
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=ON_GPU)]
-SHAPE = CacheShape(
-    num_layers=3, num_blocks=40, block_size=4, num_kv_heads=2, num_query_heads=4, head_dim=6, num_slots=5, window=2
-)
 Parts = dict[str, torch.Tensor]
-
-
-def filled(device: str, dtype: torch.dtype = torch.float32, shape: CacheShape = SHAPE) -> PagedCache:
-    cache = PagedCache(shape, dtype, torch.device(device))
-    generator = torch.Generator().manual_seed(1)
-    for part in (cache.k, cache.v, cache.history, cache.window_queries):
-        part.copy_(torch.randn(part.shape, generator=generator))
-    return cache
 
 
 @dataclass
@@ -231,77 +216,11 @@ def test_more_than_was_booked_is_not_taken() -> None:
     none.join()
 
 
-def test_memory_that_the_host_has_not_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cache = filled("cpu")
-    a_block, slots = SHAPE.block_bytes(torch.float32), 5 * SHAPE.slot_bytes(torch.float32)
-    wanted = 10**12 * a_block + slots
-    with pytest.raises(EngineError, match=f"host_blocks {10**12:,} take {wanted:,} bytes of host memory, and there "):
-        HostSwap(cache, 10**12)
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(swapping, "CGROUP_LIMIT", limit)
-    for text, refused in ((f"{8 * a_block + slots}\n", True), (f"{9 * a_block + slots}\n", False), ("max\n", False)):
-        limit.write_text(text)
-        if refused:
-            with pytest.raises(EngineError, match=f"and there are {8 * a_block + slots:,}"):
-                HostSwap(cache, 9)
-        else:
-            HostSwap(cache, 9)
-
-    def refuse(num_places: int, place_bytes: int, pinned: bool) -> None:
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(host_rows, "HostPool", refuse)
-    with pytest.raises(EngineError, match=f"host_blocks 9 take {9 * a_block + slots:,} bytes .*cannot be had: no more"):
-        HostSwap(cache, 9)
-
-
-def test_a_pool_that_torch_cannot_make() -> None:
-    with pytest.raises(MemoryError, match="no 4,611,686,018,427,387,904 bytes more"):
-        HostPool(1, 1 << 62, pinned=False)
-
-
 def test_setting_it_up_changes_nothing_in_the_cache() -> None:
     cache, untouched = filled("cpu"), filled("cpu")
     HostSwap(cache, 60)
     for name in ("k", "v", "history", "window_queries"):
         assert torch.equal(getattr(cache, name), getattr(untouched, name))
-
-
-def test_the_stages_keep_to_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    qwen = CacheShape(36, 2000, 256, 8, 32, 128, num_slots=0, window=16)
-    a_block = qwen.block_bytes(torch.bfloat16)
-    assert HostSwap.device_bytes(qwen, torch.bfloat16, 1000) == 27 * a_block < swapping.STAGING_BYTES
-    assert HostSwap.device_bytes(qwen, torch.bfloat16, 4) == 9 * a_block
-    assert HostSwap.device_bytes(qwen, torch.bfloat16, 0) == 0
-    made: list[torch.Tensor] = []
-    empty = torch.empty
-
-    def noted(*shape: int, **more: Any) -> torch.Tensor:
-        found = empty(*shape, **more)
-        made.extend([found] if "device" in more else [])
-        return found
-
-    monkeypatch.setattr(torch, "empty", noted)
-    for shape in (SHAPE, replace(SHAPE, num_slots=0)):
-        cache = filled("cpu", shape=shape)
-        made.clear()
-        HostSwap(cache, 60)
-        assert sum(part.nbytes for part in made) == HostSwap.device_bytes(shape, torch.float32, 60)
-
-
-def test_runs_of_places_end_where_their_memory_does() -> None:
-    pool = HostPool(7, 10, pinned=False, chunk_bytes=39)  # three a chunk
-    places, readers = pool.take(7)
-    assert (places, readers) == ([0, 1, 2, 3, 4, 5, 6], [])
-    for number in places:
-        [(_, row)] = pool.runs([number])
-        row.fill_(number)
-    wanted = [5, 6, 0, 1, 3, 4, 2]
-    found = list(pool.runs(wanted))
-    assert [first for first, _ in found] == [0, 1, 2, 4, 6]
-    assert [number for _, rows in found for number in rows[:, 9].tolist()] == wanted
-    pool.give_back([4, 2])
-    assert pool.take(2) == ([4, 2], [])
 
 
 # in an engine
@@ -327,11 +246,6 @@ def test_host_memory_is_there_for_another_when_its_owner_ends_on_its_way_out() -
         assert run.count(Kind.SWAPPED_IN)
         for id, tokens in run.tokens().items():
             assert tokens == expected[id] or id in aborted, id
-
-
-def test_an_engine_that_asks_for_too_much_says_so() -> None:
-    with pytest.raises(EngineError, match=f"host_blocks {10**12:,} take "):
-        build_engine(replace(SMALL, policy="full-kv:comes_back=swap", host_blocks=10**12), tiny())
 
 
 # on a card
