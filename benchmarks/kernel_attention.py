@@ -16,23 +16,17 @@ from engine.kernels import torch_kernels, triton_kernels, triton_prefill
 from engine.kernels.decode_plan import SPLIT_TOKENS, reserve_decode_workspace
 from engine.kernels.triton_common import Launch
 from engine.kernels.triton_decode import LAUNCH as DECODE_LAUNCH
-from engine.kernels.triton_decode import MOST_PROGRAMS, decode_attention, plan_decodes
+from engine.kernels.triton_decode import decode_attention, plan_decodes
 
 DECODE_CANDIDATES = (
-    (SPLIT_TOKENS, DECODE_LAUNCH, MOST_PROGRAMS),
-    (SPLIT_TOKENS, DECODE_LAUNCH, 264),
-    (SPLIT_TOKENS, DECODE_LAUNCH, 528),
-    (SPLIT_TOKENS, DECODE_LAUNCH, 4224),
-    (256, DECODE_LAUNCH, MOST_PROGRAMS),
-    (256, DECODE_LAUNCH, 4224),
-    (512, DECODE_LAUNCH, MOST_PROGRAMS),
-    (512, DECODE_LAUNCH, 2112),
-    (2048, DECODE_LAUNCH, MOST_PROGRAMS),
-    (1024, Launch(tile=64, num_warps=4, num_stages=4), MOST_PROGRAMS),
-    (1024, Launch(tile=32, num_warps=2, num_stages=4), MOST_PROGRAMS),
-    (1024, Launch(tile=32, num_warps=4, num_stages=5), MOST_PROGRAMS),
-    (1024, Launch(tile=128, num_warps=4, num_stages=2), MOST_PROGRAMS),
-    (1024, Launch(tile=128, num_warps=8, num_stages=3), MOST_PROGRAMS),
+    (SPLIT_TOKENS, DECODE_LAUNCH),
+    (256, DECODE_LAUNCH),
+    (512, DECODE_LAUNCH),
+    (2048, DECODE_LAUNCH),
+    (1024, Launch(tile=64, num_warps=4, num_stages=4)),
+    (1024, Launch(tile=32, num_warps=4, num_stages=5)),
+    (512, Launch(tile=32, num_warps=4, num_stages=5)),
+    (1024, Launch(tile=128, num_warps=4, num_stages=2)),
 )
 PREFILL_CANDIDATES = (
     (128, triton_prefill.LAUNCH),
@@ -68,10 +62,10 @@ def _decode_case(bench: Bench, batch: int, block_size: int, *, sweep: bool) -> N
     scale = shapes.head_dim**-0.5
     candidates = DECODE_CANDIDATES if sweep else DECODE_CANDIDATES[:1]
     floor = 2 * cache_k.element_size() * batch * shapes.context * shapes.num_kv_heads * shapes.head_dim
-    for split, launch, programs in candidates:
+    for split, launch in candidates:
         workspace = reserve_decode_workspace(
             total_tokens=batch * shapes.context, max_requests=batch, num_query_heads=shapes.num_query_heads,
-            head_dim=shapes.head_dim, device=bench.device, split_tokens=split,
+            num_kv_heads=shapes.num_kv_heads, head_dim=shapes.head_dim, device=bench.device, split_tokens=split,
         )  # fmt: skip
         few = torch_kernels.plan_decodes(lengths[:2], workspace)
         torch_kernels.decode_attention(queries[:2], cache_k, cache_v, tables[:2], few, scale, workspace, wanted)
@@ -80,13 +74,13 @@ def _decode_case(bench: Bench, batch: int, block_size: int, *, sweep: bool) -> N
 
         arguments = (queries, cache_k, cache_v, tables, plan, scale, workspace, output)
 
-        def call(arguments: Any = arguments, launch: Launch = launch, programs: int = programs) -> None:
-            decode_attention(*arguments, launch=launch, most_programs=programs)
+        def call(arguments: Any = arguments, launch: Launch = launch) -> None:
+            decode_attention(*arguments, launch=launch)
 
         row = bench.row(
             "decode",
             f"batch {batch} b {block_size}",
-            f"split {split} {launch_name(launch)} programs {programs}",
+            f"split {split} {launch_name(launch)}",
             call,
             floor / READ_BYTES_PER_S,
         )

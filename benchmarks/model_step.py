@@ -80,7 +80,7 @@ class Step:
         self._kernels = find_kernels(device)
         self._workspace = reserve_decode_workspace(
             total_tokens=sum(contexts), max_requests=len(contexts), num_query_heads=cache.shape.num_query_heads,
-            head_dim=cache.shape.head_dim, device=device,
+            num_kv_heads=cache.shape.num_kv_heads, head_dim=cache.shape.head_dim, device=device,
         )  # fmt: skip
         self._without = NoAttention(decoder.config, len(contexts), cache.k.dtype, device)
 

@@ -92,6 +92,7 @@ class Runner:
             total_tokens=limits.num_blocks * limits.block_size * 2,
             max_requests=limits.max_running + 1,
             num_query_heads=cache.shape.num_query_heads,
+            num_kv_heads=cache.shape.num_kv_heads,
             head_dim=cache.shape.head_dim,
             device=self._device,
         )

@@ -37,9 +37,9 @@ class Kernels(Protocol):
         """
 
     def plan_decodes(self, lengths: torch.Tensor, workspace: DecodeWorkspace) -> DecodePlan:
-        """Cut a batch of `lengths [B]` (int32) into items, those of a whole split first; nothing reaches the host.
+        """Cut a batch of `lengths [B]` (int32) into items, those of a whole split first.
 
-        Requests for which the workspace has no room are left out.
+        No launch of an earlier plan for this workspace may come behind it.
         """
 
     def decode_attention(
@@ -55,8 +55,8 @@ class Kernels(Protocol):
     ) -> None:
         """One query per request, `queries [B, H_q, d]`, over its `plan.lengths[r]` cached tokens, its own included.
 
-        A request of length 0 (padding) gets zeros, one that the plan left out NaN. Splits depend on a request's own
-        length only, never on who else is in the batch.
+        A request of length 0 (padding) gets zeros, one that the plan has no room for NaN. Splits depend on a request's
+        own length only, never on who else is in the batch.
         """
 
     def prefill_attention(

@@ -19,24 +19,28 @@ FEW_REQUESTS = 32
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of every item of one launch: `[items, H_q, d]` and `[items, H_q]`, float32."""
+    """Partial results of every split of one launch: `[items, H_q, d]` and `[items, H_q]`, float32.
+
+    `tickets [B, H_kv]` int32 are drawn by the splits of a request as they finish; 0 between launches.
+    """
 
     split_tokens: int
     partial_output: torch.Tensor
     partial_normaliser: torch.Tensor
+    tickets: torch.Tensor
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """The items of a batch: for all layers of a step, and for the workspace that it was made with.
 
-    `lengths [B]`: cached tokens of each request. `first_items [B + 1]`: request r owns the items from `first_items[r]`
-    on, in order; the last entry is how many items there are to do. `items [items, 4]`: (item, request, first token,
-    end) in the order of work; rows past that count mean nothing. All int32.
+    `lengths [B]`: cached tokens of each request. `items [items + B, 4]`, in the order of work: request, its first place
+    for partial results, split, length; the split is -1 of a request that there is no room for. Every request has an
+    item, also an empty one. Rows from `num_rows [1]` on mean nothing. All int32.
     """
 
     lengths: torch.Tensor
-    first_items: torch.Tensor
+    num_rows: torch.Tensor
     items: torch.Tensor
 
 
@@ -55,6 +59,7 @@ def reserve_decode_workspace(
     total_tokens: int,
     max_requests: int,
     num_query_heads: int,
+    num_kv_heads: int,
     head_dim: int,
     device: torch.device,
     split_tokens: int | None = None,
@@ -74,4 +79,5 @@ def reserve_decode_workspace(
         split_tokens=split_tokens,
         partial_output=torch.empty(items, num_query_heads, head_dim, dtype=torch.float32, device=device),
         partial_normaliser=torch.empty(items, num_query_heads, dtype=torch.float32, device=device),
+        tickets=torch.zeros(max_requests, num_kv_heads, dtype=torch.int32, device=device),
     )

@@ -27,15 +27,15 @@ def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace) -> DecodePla
     """See `Kernels.plan_decodes`; `decode_attention` here reads the lengths alone."""
     size, capacity = workspace.split_tokens, workspace.partial_output.shape[0]
     splits = (lengths + size - 1) // size
-    ends = splits.cumsum(0, dtype=torch.int32)
-    kept = splits.masked_fill(ends > capacity, 0)
-    request = torch.repeat_interleave(kept)
-    item = torch.arange(len(request), dtype=torch.int32, device=lengths.device)
-    begin = (item - (ends - splits)[request]) * size
-    end = torch.minimum(begin + size, lengths[request])
-    order = torch.argsort((end - begin < size).int(), stable=True)
-    items = torch.stack([item, request.int(), begin, end], dim=1)[order]
-    return DecodePlan(lengths, torch.cat([ends - splits, kept.sum(dtype=torch.int32)[None]]), items)
+    first = splits.cumsum(0, dtype=torch.int32) - splits
+    has_room = first + splits <= capacity
+    request = torch.repeat_interleave(torch.where(has_room, splits.clamp(min=1), 1))
+    split = torch.arange(len(request), device=lengths.device) - torch.searchsorted(request, request)
+    split = torch.where(has_room[request], split, -1)
+    is_whole = (split >= 0) & ((split + 1) * size <= lengths[request])
+    order = torch.argsort((~is_whole).int(), stable=True)
+    items = torch.stack([request, first[request], split, lengths[request]], dim=1)[order].int()
+    return DecodePlan(lengths, torch.tensor([len(items)], dtype=torch.int32, device=lengths.device), items)
 
 
 def decode_attention(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference, triton_decode
+from engine.kernels import reference
 from engine.kernels.decode_plan import (
     DecodeWorkspace,
     choose_split_tokens,
@@ -58,7 +58,7 @@ def test_decode_attention(place: Place, sizes: Sizes) -> None:
     output = torch.full_like(queries, float("nan"))
     workspace = reserve_decode_workspace(
         total_tokens=sum(lengths), max_requests=len(lengths), num_query_heads=num_query_heads,
-        head_dim=sizes.head_dim, device=torch.device(place.device), split_tokens=64,
+        num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim, device=torch.device(place.device), split_tokens=64,
     )  # fmt: skip
     workspace.partial_output.fill_(float("nan"))
     workspace.partial_normaliser.fill_(float("nan"))
@@ -93,7 +93,7 @@ def test_decode_attention_does_not_depend_on_the_batch(place: Place) -> None:
         output = torch.empty_like(queries[rows])
         tokens = torch.tensor([lengths[row] for row in rows], dtype=torch.int32, device=place.device)
         workspace = reserve_decode_workspace(
-            total_tokens=256, max_requests=4, num_query_heads=4, head_dim=sizes.head_dim,
+            total_tokens=256, max_requests=4, num_query_heads=4, num_kv_heads=2, head_dim=sizes.head_dim,
             device=torch.device(place.device), split_tokens=64,
         )  # fmt: skip
         place.kernels.decode_attention(
@@ -116,8 +116,8 @@ def test_decode_without_room_for_its_splits_is_loud(place: Place) -> None:
     queries = random_rows((2, 4, sizes.head_dim), place, 6)
     output = torch.zeros_like(queries)
     workspace = reserve_decode_workspace(
-        total_tokens=64, max_requests=2, num_query_heads=4, head_dim=16, device=torch.device(place.device),
-        split_tokens=64,
+        total_tokens=64, max_requests=2, num_query_heads=4, num_kv_heads=2, head_dim=16,
+        device=torch.device(place.device), split_tokens=64,
     )  # fmt: skip
     place.kernels.decode_attention(
         queries, case.cache_k[0], case.cache_v[0], block_tables(place.device)[:2],
@@ -129,58 +129,63 @@ def test_decode_without_room_for_its_splits_is_loud(place: Place) -> None:
 
 
 @on_every_place
-@pytest.mark.parametrize(
-    "lengths", [[64], [0], [1, 63, 64, 65, 128, 0, 0, 300], [64] * 33, [0, 200, 0, 130], [64, 300, 1, 64]]
-)
+@pytest.mark.parametrize("lengths", [[64], [0], [1, 63, 64, 65, 128, 0, 0, 300], [64] * 33, [64, 300, 1, 0, 64]])
 def test_a_plan_has_every_split_once_and_whole_ones_first(place: Place, lengths: list[int]) -> None:
-    """Also where the workspace is too small: whoever has no room is left out, and so is everybody behind it."""
-    capacity = 4 if lengths == [64, 300, 1, 64] else num_decode_items(sum(lengths), len(lengths), 64)
-    workspace = DecodeWorkspace(64, torch.empty(capacity, 1, 16, device=place.device), torch.empty(capacity, 1))
-    plan = place.kernels.plan_decodes(torch.tensor(lengths, dtype=torch.int32, device=place.device), workspace)
-    first = plan.first_items.tolist()
-    wanted = [
-        [first[request] + split, request, 64 * split, min(64 * (split + 1), length)]
-        for request, length in enumerate(lengths)
-        if first[request] + -(-length // 64) <= capacity
-        for split in range(-(-length // 64))
-    ]
-    assert first[:-1] == [sum(-(-length // 64) for length in lengths[:request]) for request in range(len(lengths))]
-    assert first[-1] == len(wanted)
-    assert [item for item, *_ in wanted] == list(range(len(wanted)))
-    rows = plan.items[: first[-1]].tolist()
-    assert sorted(rows) == wanted
-    assert [end - begin == 64 for _, _, begin, end in rows] == sorted(
-        [end - begin == 64 for _, _, begin, end in rows], reverse=True
+    """Also where the workspace is too small: whoever has no room has one item that says so."""
+    capacity = 4 if lengths == [64, 300, 1, 0, 64] else num_decode_items(sum(lengths), len(lengths), 64)
+    workspace = DecodeWorkspace(
+        64,
+        torch.empty(capacity, 1, 16, device=place.device),
+        torch.empty(capacity, 1, device=place.device),
+        torch.full((len(lengths), 1), 7, dtype=torch.int32, device=place.device),
     )
+    plan = place.kernels.plan_decodes(torch.tensor(lengths, dtype=torch.int32, device=place.device), workspace)
+    wanted = []
+    first = 0
+    for request, length in enumerate(lengths):
+        num_splits = -(-length // 64)
+        splits = range(max(num_splits, 1)) if first + num_splits <= capacity else (-1,)
+        wanted += [[request, first, split, length] for split in splits]
+        first += num_splits
+    rows = plan.items[: int(plan.num_rows)].tolist()
+    assert sorted(rows) == wanted
+    is_whole = [split >= 0 and 64 * (split + 1) <= length for _, _, split, length in rows]
+    assert is_whole == sorted(is_whole, reverse=True)
 
 
 @on_every_place
-def test_few_programs_do_many_items(place: Place) -> None:
-    """However many programs are launched, the answers are the same to the bit."""
-    if place.kernels_name == "torch":
-        pytest.skip("the torch path has no programs")
-    case = make_case(place, Sizes(num_layers=1))
-    queries = random_rows((3, 4, 16), place, 6)
+def test_layers_of_a_step_share_a_plan(place: Place) -> None:
+    """The tickets that tell who is last are as they were after every launch."""
+    case = make_case(place, Sizes(num_layers=2, block_size=64))
+    queries = random_rows((4, 4, 16), place, 6)
     workspace = reserve_decode_workspace(
-        total_tokens=256, max_requests=3, num_query_heads=4, head_dim=16, device=torch.device(place.device),
-        split_tokens=64,
+        total_tokens=512, max_requests=4, num_query_heads=4, num_kv_heads=2, head_dim=16,
+        device=torch.device(place.device), split_tokens=64,
     )  # fmt: skip
-    lengths = torch.tensor([40, 64, 33], dtype=torch.int32, device=place.device)
-    outputs = [torch.full_like(queries, float("nan")) for _ in range(3)]
-    for most_programs, output in zip((1, 4, 1056), outputs, strict=True):
-        triton_decode.decode_attention(
-            queries, case.cache_k[0], case.cache_v[0], block_tables(place.device)[:3],
-            triton_decode.plan_decodes(lengths, workspace), 0.25, workspace, output, most_programs=most_programs,
+    lengths = torch.tensor([40, 256, 129, 0], dtype=torch.int32, device=place.device)
+    plan = place.kernels.plan_decodes(lengths, workspace)
+    outputs = [torch.full_like(queries, float("nan")) for _ in range(4)]
+    for output, layer in zip(outputs, (0, 1, 0, 1), strict=True):
+        place.kernels.decode_attention(
+            queries, case.cache_k[layer], case.cache_v[layer], block_tables(place.device)[:4], plan, 0.25, workspace,
+            output,
         )  # fmt: skip
-    assert bool(outputs[0].isfinite().all())
-    assert torch.equal(outputs[0], outputs[1])
+        assert not bool(workspace.tickets.any())
     assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[1], outputs[3])
+    assert not torch.equal(outputs[0], outputs[1])
 
 
 def test_decode_workspace_refuses_an_odd_split() -> None:
     with pytest.raises(KernelInputError, match="power of two, got 96"):
         reserve_decode_workspace(
-            total_tokens=1, max_requests=1, num_query_heads=1, head_dim=16, device=torch.device("cpu"), split_tokens=96
+            total_tokens=1,
+            max_requests=1,
+            num_query_heads=1,
+            num_kv_heads=1,
+            head_dim=16,
+            device=torch.device("cpu"),
+            split_tokens=96,
         )
 
 
@@ -262,7 +267,12 @@ def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
 def test_a_split_is_chosen_by_the_workspace_alone(max_requests: int, split_tokens: int) -> None:
     assert choose_split_tokens(max_requests) == split_tokens
     workspace = reserve_decode_workspace(
-        total_tokens=5000, max_requests=max_requests, num_query_heads=2, head_dim=16, device=torch.device("cpu")
+        total_tokens=5000,
+        max_requests=max_requests,
+        num_query_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        device=torch.device("cpu"),
     )
     assert workspace.split_tokens == split_tokens
     assert workspace.partial_output.shape[0] == num_decode_items(5000, max_requests, split_tokens)

@@ -24,7 +24,7 @@ META = torch.device("meta")
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 KERNELS = (
     "_first_pass", "_reduce_rows", "_second_pass", "_lightning_kernel", "_pairs_kernel", "_combine_kernel",
-    "_random_kernel", "_select_kernel", "_compact_kernel", "_plan_kernel", "_split_kernel", "_reduce_kernel",
+    "_random_kernel", "_select_kernel", "_compact_kernel", "_plan_kernel", "_split_kernel",
     "_prefill_kernel", "_store_kernel",
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def as_source(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any])
     for place, name in enumerate(names):
         value, parameter = bound[name], kernel.params[place]
         if parameter.is_constexpr:
-            found.signature[name], found.constants[(place,)] = "constexpr", value
+            found.signature[name], found.constants[(place,)] = "constexpr", value or name == "PDL"  # as on the card
         elif isinstance(value, torch.Tensor):
             found.signature[name], found.attributes[(place,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
         elif isinstance(value, int):
@@ -87,7 +87,7 @@ def launch_everything() -> None:
     ints = torch.empty(65, dtype=torch.int32, device=META)
     tables = torch.empty(64, 9, dtype=torch.int32, device=META)
     splits = reserve_decode_workspace(
-        total_tokens=131_072, max_requests=64, num_query_heads=32, head_dim=128, device=META
+        total_tokens=131_072, max_requests=64, num_query_heads=32, num_kv_heads=8, head_dim=128, device=META
     )  # fmt: skip
     layer_k, layer_v = cache_k[0], cache_v[0]
     plan = kernels.plan_decodes(ints[:64], splits)
