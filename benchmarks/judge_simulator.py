@@ -127,7 +127,7 @@ def judge_all(recordings: Sequence[Path], profile: Path, options: argparse.Names
 
 def document_of(gathered: Gathered, judged: dict[str, Judged | str], profile: Path) -> dict[str, Any]:
     """Everything that is written."""
-    fine = {name: each for name, each in judged.items() if isinstance(each, Judged)}
+    fine = {name: each for name, each in sorted(judged.items()) if isinstance(each, Judged)}
     grid = [each for name, each in fine.items() if name.startswith(GRID)]
     others = [each for name, each in fine.items() if not name.startswith(GRID)]
     twice = {
@@ -169,7 +169,7 @@ def main() -> None:
 def show(profile: Profile, judged: dict[str, Judged | str], document: dict[str, Any], to: Console) -> None:
     """The tables, the goals and the order of policies."""
     to.print({part: f"{error.mean_relative:.1%}" for part, error in profile.held_out_error.items()})
-    fine = [each for each in judged.values() if isinstance(each, Judged)]
+    fine = [each for _, each in sorted(judged.items()) if isinstance(each, Judged)]
     order = document["ranking"]
     for is_grid in (False, True):
         group = [each for each in fine if each.folder.name.startswith(GRID) == is_grid]

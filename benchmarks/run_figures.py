@@ -22,6 +22,12 @@ KEPT = (
 )  # fmt: skip
 
 
+def plain(policy: str) -> str:
+    """A policy as part of a run's name: "hybrid:budget.tokens=1024" as "hybrid-1024"."""
+    found = policy.replace(":", "-").replace("=", "-")
+    return found.replace("budget.tokens-", "").replace("comes_back-", "")
+
+
 def seconds_to_shares(steps: pa.Table, tokens_asked: int) -> dict[str, float | None]:
     """Seconds from the first step's start until such shares of the tokens asked for were out; None: not so far."""
     out = np.cumsum(column(steps, "output_tokens"), dtype=np.int64)

@@ -50,6 +50,10 @@ def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *folders: str) -> dic
     return found
 
 
+def slow_down(columns: dict[str, Any]) -> None:
+    columns |= {name: [2.0 * value for value in columns[name]] for name in ("start_s", "end_s")}
+
+
 @pytest.fixture
 def two_folders(tmp_path: Path) -> tuple[str, str]:
     """Half a grid in each, and another run in the first."""
@@ -63,7 +67,7 @@ def test_a_grid_over_two_folders(
     tmp_path: Path, two_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = judge(monkeypatch, tmp_path, *two_folders)
-    assert [row["run"] for row in found["grid"]] == ["grid-0", "grid-2", "grid-1", "grid-3"]
+    assert [row["run"] for row in found["grid"]] == [f"grid-{place}" for place in range(4)]
     assert [row["run"] for row in found["validation"]] == ["W1-hybrid"]
     assert found["ranking"]["tau"]["profile"] == 1.0
     assert found["ranking"]["swapped"] == []
@@ -77,14 +81,12 @@ def test_a_grid_over_two_folders(
     rates = {row["run"]: row["figures"]["tokens_per_s"]["measured"] for row in found["grid"]}
     fastest = max(rates, key=lambda name: rates[name])
     (path,) = tmp_path.glob(f"*/recordings/{fastest}")
-    rewrite(
-        path, "steps", lambda rows: rows.update({name: [2 * t for t in rows[name]] for name in ("start_s", "end_s")})
-    )
+    rewrite(path, "steps", slow_down)
     order = judge(monkeypatch, tmp_path, *two_folders)["ranking"]
     assert order["tau"]["profile"] == 0.0  # 3 of 6 pairs
-    assert sorted(set(pair[:2]) - {fastest} for pair in order["swapped"]) == [
-        {name} for name in sorted(set(rates) - {fastest})
-    ]
+    assert len(order["swapped"]) == 3
+    assert all(fastest in pair[:2] for pair in order["swapped"])
+    assert {name for pair in order["swapped"] for name in pair[:2]} == set(rates)
     assert "goal of tau 0.9 over 4 points: NOT MET" in " ".join(capsys.readouterr().out.split())
 
 
@@ -131,7 +133,7 @@ def test_one_profile_is_judged(tmp_path: Path) -> None:
     assert path == folders[1] / "h200-qwen3-8b-bfloat16.json"
     assert profile.block_size == 256
     shutil.copy(folders[1] / "measurements.json", folders[0])
-    with pytest.raises(SystemExit, match="measurements.json is in .*a and .*b: one profile is judged"):
+    with pytest.raises(SystemExit, match=r"measurements\.json is in .*a and .*b: one profile is judged"):
         find_profile_of(folders, None, keep=False)
     assert find_profile_of(folders, path, keep=False) == (profile, path)
 

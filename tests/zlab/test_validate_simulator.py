@@ -21,7 +21,7 @@ SMALL = (
     "--minutes", "5", "--model", "dummy:tiny", "--device", "cpu", "--quick", "--block-size", "16", "--kv-blocks", "100",
     "--pool-blocks", "60", "--max-running", "6", "--max-batched-tokens", "512", "--first", "2", "--grid-requests", "5",
 )  # fmt: skip
-GRID = {f"grid-8-{policy}" for policy in ("full-kv", "constrained-32", "hybrid-32", "hybrid-64")}
+GRID = {f"grid-8-{policy}" for policy in ("full-kv", "constrained-16", "hybrid-16", "hybrid-32")}
 RUNS = {"W2-full-kv", "repeat-8-full-kv"} | GRID
 
 
@@ -43,8 +43,8 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> None:
 def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two calls share the work: one calibrates, the other has the grid, and a run that the first made, too."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    run(monkeypatch, "validate", "--out", str(ours), "--only", "calibrate,W2-full-kv,grid-8-hybrid-64", *SMALL)
-    run(monkeypatch, "validate", "--out", str(theirs), "--parts", "closed,grid", "--skip", "grid-8-hybrid-64", *SMALL)
+    run(monkeypatch, "validate", "--out", str(ours), "--only", "calibrate,W2-full-kv,grid-8-hybrid-32", *SMALL)
+    run(monkeypatch, "validate", "--out", str(theirs), "--parts", "closed,grid", "--skip", "grid-8-hybrid-32", *SMALL)
     names = {path.name for path in ours.iterdir()}
     (profile,) = ours.glob("cpu-*-tiny-float32.json")
     assert names == {"measurements.json", "runs.json", "recordings.tar.gz.0", profile.name}
@@ -113,7 +113,7 @@ def test_every_run_there_is() -> None:
     assert sum(point.name.startswith("grid-") for point in every) == 12
     assert [point.at_once for point in every].count(False) == 6
     total = sum(request.output_tokens or 0 for request in validation_points.grid_workload(size))
-    assert total > 2 * max(size.grid_pools) * 256 / 3  # more than fits at once
+    assert total > max(size.grid_pools) * 256  # more than fits at once
 
 
 def test_pieces_fit_together_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
