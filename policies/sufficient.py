@@ -44,7 +44,10 @@ def what_is_missing(records: Sequence[Evidence], policy: StoredPolicy, code: str
         lacks = shortcomings(newest, policy, code, target)
         return f"the newest evidence {newest.id[:SHORT]} of {newest.made_at}: {'; '.join(lacks)}" if lacks else ""
     if not records:
-        return f"there is no evidence on policy {policy.digest[:SHORT]} ({policy.name}) or another of that name"
+        return (
+            f"there is no evidence on policy {policy.digest[:SHORT]} ({policy.name}) or another of that name: "
+            "`zlab validate --registry` makes it"
+        )
     numbered = list(enumerate(records))  # of equally near ones the newest first
     ranked = sorted(numbered, key=lambda pair: (len(shortcomings(pair[1], policy, code, target)), -pair[0]))
     lines = [

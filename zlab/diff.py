@@ -19,7 +19,7 @@ from policies.spec import load_policy
 from policies.stored import StoredPolicy, store_policy
 from zlab.options import AsJson, GpuName, ModelName
 from zlab.outcome import MisuseError
-from zlab.registry_options import DEFAULT_REGISTRY, RegistryPath, target_of
+from zlab.registry_options import DEFAULT_REGISTRY, RegistryPath, registry_at, target_of
 from zlab.tables import MISSING, console, plain_table
 from zlab.validate_table import show_value
 
@@ -49,7 +49,7 @@ def diff(
     """Show where two policies differ: answer by answer, as text, and in what the evidence on each of them says."""
     target = target_of(model, gpu)
     named = one in SERVING or other in SERVING
-    kept = Registry(registry, create=False) if named or registry.exists() else None
+    kept = registry_at(registry) if named or registry.exists() else None
     left, right = (_side(name, kept, target) for name in (one, other))
     if as_json:
         typer.echo(json.dumps(_as_dict(left, right)))

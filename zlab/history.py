@@ -7,10 +7,10 @@ import typer
 from rich.markup import escape
 
 from policies.evidence import Target
-from policies.registry import Action, Change, ChangeState, Registry, Stage, Standing
+from policies.registry import Action, Change, ChangeState, Stage, Standing
 from sim.hardware import find_gpu, find_model
 from zlab.options import AsJson
-from zlab.registry_options import DEFAULT_REGISTRY, RegistryPath
+from zlab.registry_options import DEFAULT_REGISTRY, RegistryPath, registry_at
 from zlab.tables import MISSING, console, plain_table
 
 SHORT = 12
@@ -25,7 +25,7 @@ def history(
     """Show how every policy stands, and every change with who, when, why and on what evidence."""
     card = find_gpu(gpu).name if gpu is not None else None
     named = find_model(model).name if model is not None else None
-    kept = Registry(registry, create=False)
+    kept = registry_at(registry)
 
     def asked(target: Target) -> bool:
         return card in (None, target.gpu) and named in (None, target.model)

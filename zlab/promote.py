@@ -14,7 +14,7 @@ from policies.stored import store_policy
 from zlab.agreement import carry_out, compare, repeat, settle, warn_of_plain_text
 from zlab.option_groups import with_groups
 from zlab.options import GpuName, ModelName
-from zlab.registry_options import DEFAULT_REGISTRY, ChangeOptions, RegistryPath, signed_by, target_of
+from zlab.registry_options import DEFAULT_REGISTRY, ChangeOptions, RegistryPath, registry_at, signed_by, target_of
 
 
 class To(StrEnum):
@@ -26,9 +26,9 @@ class To(StrEnum):
 
 @with_groups
 def promote(
-    policy: Annotated[str, typer.Argument(help="The policy, as of `zlab validate`.")],
+    policy: Annotated[str, typer.Argument(help="The policy, spelt as for `zlab validate`.")],
     *,
-    to: Annotated[To, typer.Option("--to", help="Serve everybody, or a share of the traffic.")] = To.live,
+    to: Annotated[To, typer.Option("--to", help="live: for everybody; canary: for a share of the traffic.")] = To.live,
     gpu: GpuName = "h200",
     model: ModelName = "qwen3-8b",
     registry: RegistryPath = DEFAULT_REGISTRY,
@@ -50,7 +50,7 @@ def promote(
     target, signed, stage = target_of(model, gpu), signed_by(by.who), Stage(to.value)
     stored = store_policy(load_policy(policy))
     server = by.server()
-    kept = Registry(registry, create=evidence is not None or force)
+    kept = registry_at(registry, create=evidence is not None or force)
     if evidence is not None:
         kept.add_evidence(read_evidence(evidence), signed, f"from {evidence}")
     if server is None:

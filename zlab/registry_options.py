@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from policies.evidence import Target
-from policies.registry import DEFAULT
+from policies.registry import DEFAULT, Registry
 from sim.hardware import find_gpu, find_model
 from zlab.live import LiveServer, open_server
 from zlab.options import AsJson
@@ -51,6 +51,15 @@ class ChangeOptions:
         """Raise MisuseError on force without a reason."""
         if force and not self.why.strip():
             raise MisuseError("--force needs --why: the reason is kept in the history")
+
+
+def registry_at(path: Path, create: bool = False) -> Registry:
+    """The registry of a file. Raises MisuseError where it is not there and not to be made, RegistryError on another."""
+    if not create and not path.exists():
+        raise MisuseError(f"no registry at {path}: `zlab validate ... --registry {path}` makes one")
+    if not path.parent.is_dir():
+        raise MisuseError(f"--registry {path}: there is no folder {path.parent}")
+    return Registry(path, create)
 
 
 def signed_by(who: str | None) -> str:

@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
-from policies.registry import Registry, Stage
+from policies.registry import Stage
 from zlab.agreement import carry_out, compare, settle, warn_of_plain_text
 from zlab.option_groups import with_groups
 from zlab.options import GpuName, ModelName
 from zlab.promote import To, show_change
-from zlab.registry_options import DEFAULT_REGISTRY, ChangeOptions, RegistryPath, signed_by, target_of
+from zlab.registry_options import DEFAULT_REGISTRY, ChangeOptions, RegistryPath, registry_at, signed_by, target_of
 
 
 @with_groups
@@ -32,7 +32,7 @@ def rollback(
     by.check_reason(force)
     target, signed, stage = target_of(model, gpu), signed_by(by.who), Stage(what.value)
     server = by.server()
-    kept = Registry(registry, create=False)
+    kept = registry_at(registry)
     if server is None:
         standing = kept.rollback(target, signed, by.why, stage, force=force, seen=kept.newest(target))
         show_change(standing.change, kept, by.as_json)

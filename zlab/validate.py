@@ -27,7 +27,7 @@ from zlab.option_groups import with_groups
 from zlab.options import AsJson, ReadingOptions, ScenarioOptions, Seeds
 from zlab.outcome import WENT_WRONG, MisuseError, fail
 from zlab.progress import Bar
-from zlab.registry_options import Who, Why, signed_by
+from zlab.registry_options import Who, Why, registry_at, signed_by
 from zlab.source import PREFIX, Source
 from zlab.validate_table import show_evidence
 
@@ -83,7 +83,7 @@ def validate(
     setup = setup_of(scenario, against)
     _check_out(out)
     signed = signed_by(who)
-    kept = Registry(registry) if registry is not None else None
+    kept = registry_at(registry, create=True) if registry is not None else None
     loads = _loads(trace, seeds, reading, as_json)
     num_runs = len(loads) * (2 if against else 1)
     with (

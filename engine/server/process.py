@@ -74,6 +74,13 @@ class Process(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         tenant.worker.on_failure = self._engine_failed
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until stopped. Where it cannot listen the log says why, and the exit code is 1."""
+        try:
+            super().run(sockets)
+        except SystemExit:  # uvicorn's way to give up
+            self.exit_code = 1
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until stopped, then end the engine's thread."""
         self._loop = asyncio.get_running_loop()

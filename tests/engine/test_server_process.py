@@ -5,6 +5,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,13 +18,17 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tests.engine.server_cases import WAIT_S, served, wait_for
+from engine.server.app import create_app
+from engine.server.opening import open_house
+from engine.server.process import Process
+from tests.engine.server_cases import ROOMY, WAIT_S, lettered, served, wait_for
 from tests.shared import REPOSITORY
 from zlab import app
 
 API, ADMIN = "the-api-key-of-this-test", "the-admin-key-of-this-test"
 PROMPT = [701, 702, 703, 704]
 OPTIONS = ["--model", "dummy:tiny", "--device", "cpu", "--port", "0", "--kv-blocks", "64", "--block-size", "64"]
+REGISTRY = ["--policy", "full-kv", "--registry", "r.db", "--gpu"]
 START_S = 240.0  # a machine that is busy with other things
 MANY = 1500  # tokens: enough for a signal to come in the middle
 
@@ -156,13 +161,19 @@ def test_the_second_sigterm_stops() -> None:
     ("options", "said"),
     [
         (["--host", "0.0.0.0"], ["--host 0.0.0.0 is reached from other machines", "ZLAB_API_KEY", "--open-to-all"]),
-        (["--canary-share", "1.5"], ["canary_share must be in (0, 1), got 1.5"]),
+        (["--canary-share", "1.5"], ["--canary-share must be between 0 and 1, not 1.5"]),
         (["--registry", "r.db"], ["--registry needs --gpu"]),
+        (["--registry", "nix.db", "--gpu", "h200"], ["no registry at nix.db", "zlab validate"]),
+        ([*REGISTRY, "h200"], ["unknown model 'tiny'", "--target-model says which"]),
+        ([*REGISTRY, "h20", "--target-model", "qwen3-8b"], ["unknown GPU 'h20': did you mean 'h200'?"]),
+        ([*REGISTRY, "h200", "--target-model", "qwen3-9b"], ["qwen3-9b", "qwen3-8b"]),
         (["--gpu", "h200"], ["--gpu", "--registry", "there is none"]),
-        (["--registry", "r.db", "--gpu", "h200", "--target-model", "qwen3-9b"], ["qwen3-9b", "qwen3-8b"]),
         (["--record-text"], ["--record-text", "there is none"]),
         (["--api-key-file", "/nothing/there"], ["no keys can be read from /nothing/there"]),
-        (["--max-body-mib", "0"], ["max_body_bytes must be more than 0, got 0"]),
+        (["--max-body-mib", "0"], ["--max-body-mib must be above 0, not 0"]),
+        (["--host", "192.0.2.1", "--open-to-all"], ["cannot listen on 192.0.2.1 port", "--port 0 takes a free port"]),
+        (["-p", "hybrd"], ["unknown policy 'hybrd'; did you mean 'hybrid'?"]),
+        (["-m", "nosuch"], ["model 'nosuch' does not exist (choices: a Hugging Face folder"]),
     ],
 )
 def test_misuse_is_named(options: Sequence[str], said: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,3 +184,18 @@ def test_misuse_is_named(options: Sequence[str], said: Sequence[str], monkeypatc
     assert done.exit_code == 2
     for words in said:
         assert words in " ".join(done.output.split())
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = CliRunner().invoke(app, ["serve", "--model", "no-such-model", "--port", str(port)])
+        assert done.exit_code == 2
+        assert f"error: cannot listen on 127.0.0.1 port {port}: Address already in use" in done.output
+        house = open_house(ROOMY, served_model="tiny", loaded=lettered())
+        try:
+            late = Process(create_app(house), house, "127.0.0.1", port)
+            late.run()
+        finally:
+            house.close(WAIT_S)
+        assert late.exit_code == 1, "somebody else was faster"

@@ -132,7 +132,9 @@ def test_misuse(path: Path, arguments: tuple[str, ...], words: str) -> None:
 def test_without_a_registry(tmp_path: Path) -> None:
     nowhere = ("--registry", str(tmp_path / "nix.db"))
     for command in (("promote", "hybrid"), ("rollback",), ("history",), ("diff", "hybrid", "live")):
-        assert "no registry at" in refused(*command, *nowhere)
+        assert "no registry at" in refused(*command, *nowhere, code=2)
+    lost = ("--registry", str(tmp_path / "no" / "r.db"), "--force", "--why", "x")
+    assert "there is no folder" in refused("promote", "hybrid", *lost, code=2)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,184 @@
+"""Options of `zlab serve`: who may come in, by which policy to serve, what a policy is held to meanwhile."""
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from policies.evidence import Target
+from policies.gates import Gates, gates_from_toml
+from sim.errors import SimError
+from sim.hardware import find_model
+from zlab.outcome import MisuseError
+from zlab.registry_options import registry_at, target_of
+
+LOOPBACK = "127.0.0.1"
+API_KEY, ADMIN_KEY = "ZLAB_API_KEY", "ZLAB_ADMIN_KEY"
+DUMMY = "dummy:"
+
+
+@dataclass(frozen=True)
+class DoorOptions:
+    """Who may come in from where, and how many."""
+
+    host: Annotated[str, typer.Option("--host", help="Where to listen.")] = LOOPBACK
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one; the log says which.")] = (
+        8000
+    )
+    served_model: Annotated[
+        str | None, typer.Option("--served-model", help="The name that clients use; the model's own if not given.")
+    ] = None
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help=f"API keys, one a line; else ${API_KEY}, else none needed.")
+    ] = None
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--admin-key-file", help=f"The admin key, to change policies; else ${ADMIN_KEY}, else nobody can."
+        ),
+    ] = None
+    open_to_all: Annotated[
+        bool, typer.Option("--open-to-all", help="Listen beyond this machine although there is no API key.")
+    ] = False
+    max_concurrent: Annotated[int, typer.Option("--max-concurrent", min=1, help="Most requests under way.")] = 1024
+    max_queue: Annotated[int, typer.Option("--max-queue", min=1, help="Most outputs that wait for room.")] = 1024
+    max_outputs: Annotated[
+        int, typer.Option("--max-outputs", min=1, help="Most outputs of one request: its prompts times n.")
+    ] = 128
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option("--max-prompt-tokens", min=1, help="Longest prompt; what the model takes.")
+    ] = None
+    max_unread_tokens: Annotated[
+        int, typer.Option("--max-unread-tokens", min=1, help="How far a stream's reader may fall behind.")
+    ] = 2048
+    max_body_mib: Annotated[float, typer.Option("--max-body-mib", help="Largest request body, in MiB.")] = 4.0
+    request_timeout_s: Annotated[
+        float, typer.Option("--request-timeout", help="Seconds for the whole answer to a request.")
+    ] = 600.0
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0.0, help="Seconds for what runs to finish after a first SIGTERM.")
+    ] = 60.0
+
+    def bounds(self) -> dict[str, Any]:
+        """Fields of the server's settings."""
+        names = ("max_concurrent", "max_queue", "max_outputs", "max_prompt_tokens", "max_unread_tokens")
+        bounds = {name: getattr(self, name) for name in (*names, "request_timeout_s", "grace_s")}
+        if not self.max_body_mib > 0:
+            raise MisuseError(f"--max-body-mib must be above 0, not {self.max_body_mib:g}")
+        return bounds | {"max_body_bytes": int(self.max_body_mib * 2**20)}
+
+    def check_free(self) -> None:
+        """Raise MisuseError where nobody could listen there, before a model is loaded for nothing."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            with socket.socket(*found[0][:3]) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(found[0][4])
+        except OSError as error:
+            raise MisuseError(
+                f"cannot listen on {self.host} port {self.port}: {error.strerror} (--port 0 takes a free port)"
+            ) from error
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """By which policy to serve, and what is kept of the traffic."""
+
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            help="As in `zlab replay`; if not given, what --registry has live, else hybrid.",
+        ),
+    ] = None
+    may_become: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--may-become",
+            help="Set memory aside for this policy, too, so that it can take over; repeat it. "
+            "Those validated in --registry always have it.",
+        ),
+    ] = None
+    registry: Annotated[
+        Path | None,
+        typer.Option("--registry", dir_okay=False, envvar="ZLAB_REGISTRY", help="Serve what is live there."),
+    ] = None
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="The card that this server is, in --registry, as of `zlab validate`.")
+    ] = None
+    target_model: Annotated[
+        str | None,
+        typer.Option(
+            "--target-model", help="The model that this server is, in --registry, where --model is not named so."
+        ),
+    ] = None
+    canary_share: Annotated[
+        float | None,
+        typer.Option("--canary-share", help="Open a lane for a canary, with this share of blocks and requests."),
+    ] = None
+    record: Annotated[
+        Path | None, typer.Option("--record", file_okay=False, help="Record the traffic, without text, below this.")
+    ] = None
+    record_text: Annotated[
+        bool, typer.Option("--record-text", help="Record token ids of prompts and outputs and sessions, too.")
+    ] = False
+
+    def target(self, model: str) -> Target | None:
+        """What this server is to the registry; None without one. Raises MisuseError, or SimError for a strange name."""
+        if self.registry is None:
+            if self.gpu is not None or self.target_model is not None:
+                raise MisuseError("--gpu and --target-model say what this server is in a --registry, and there is none")
+            return None
+        if self.gpu is None:
+            raise MisuseError("--registry needs --gpu: policies are live for a model on a card")
+        if self.policy is None:
+            registry_at(self.registry)  # there is nothing else to serve by
+        if self.target_model is not None:
+            return target_of(self.target_model, self.gpu)
+        name = model.removeprefix(DUMMY)
+        try:
+            find_model(name)
+        except SimError as error:
+            raise MisuseError(f"{error}. --target-model says which one --model {model} is, in --registry") from error
+        return target_of(name, self.gpu)
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What a policy is held to while it serves."""
+
+    gates: Annotated[
+        Path | None,
+        typer.Option(
+            "--gates",
+            dir_okay=False,
+            help="Watch the gates of this file, and put the policy before back when one breaks.",
+        ),
+    ] = None
+    window_s: Annotated[
+        float, typer.Option("--watch-window", help="Seconds that --gates look back, within the policy's time.")
+    ] = 60.0
+    min_requests: Annotated[
+        int, typer.Option("--watch-min-requests", min=1, help="Fewer say nothing about times and rates.")
+    ] = 20
+
+    def read(self) -> Gates | None:
+        """The gates. Raises GateError, and MisuseError for a file that is not there."""
+        if self.gates is None:
+            return None
+        try:
+            return gates_from_toml(self.gates.read_text("utf-8"), str(self.gates))
+        except (OSError, UnicodeDecodeError) as error:
+            raise MisuseError(f"no gates can be read from {str(self.gates)!r}: {type(error).__name__}") from error
