@@ -34,26 +34,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-app.command()(replay)
-app.command()(compare)
-app.command()(sweep)
-app.add_typer(policy, name="policy")
-app.command()(memory)
-app.command()(demo)
-app.command()(generate)
-app.command()(serve)
-app.command()(bench)
-app.command()(parity)
-app.command()(calibrate)
-app.command()(trust)
-app.command()(report)
-app.command()(validate)
-app.command()(promote)
-app.command()(rollback)
-app.command()(history)
-app.command()(diff)
-app.command()(drift)
-app.add_typer(trace, name="trace")
+SIMULATE, ENGINE, SERVE = "In simulation", "On a real model", "Serve, by a policy with evidence"
+for command in (demo, replay, compare, sweep, memory, report):
+    app.command(rich_help_panel=SIMULATE)(command)
+app.add_typer(policy, name="policy", rich_help_panel=SIMULATE)
+app.add_typer(trace, name="trace", rich_help_panel=SIMULATE)
+for command in (generate, bench, parity, calibrate, trust):
+    app.command(rich_help_panel=ENGINE)(command)
+for command in (serve, validate, promote, rollback, history, diff, drift):
+    app.command(rich_help_panel=SERVE)(command)
 
 
 def _show_version(wanted: bool) -> None:
