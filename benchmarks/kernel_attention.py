@@ -64,12 +64,12 @@ def _decode_case(bench: Bench, batch: int, block_size: int, *, sweep: bool) -> N
     floor = 2 * cache_k.element_size() * batch * shapes.context * shapes.num_kv_heads * shapes.head_dim
     for split, launch in candidates:
         workspace = reserve_decode_workspace(
-            total_tokens=batch * shapes.context, max_requests=batch, num_query_heads=shapes.num_query_heads,
+            max_length=shapes.context, max_requests=batch, num_query_heads=shapes.num_query_heads,
             num_kv_heads=shapes.num_kv_heads, head_dim=shapes.head_dim, device=bench.device, split_tokens=split,
         )  # fmt: skip
-        few = torch_kernels.plan_decodes(lengths[:2], workspace)
+        few = torch_kernels.plan_decodes(lengths[:2], workspace, 2 * shapes.context)
         torch_kernels.decode_attention(queries[:2], cache_k, cache_v, tables[:2], few, scale, workspace, wanted)
-        plan = plan_decodes(lengths, workspace)
+        plan = plan_decodes(lengths, workspace, batch * shapes.context)
         output = torch.full_like(queries, float("nan"))
 
         arguments = (queries, cache_k, cache_v, tables, plan, scale, workspace, output)

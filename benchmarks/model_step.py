@@ -77,9 +77,10 @@ class Step:
         state.upload()
         self._state = state.state
         self._rows = torch.arange(len(contexts), device=device)
+        self._context = sum(contexts)
         self._kernels = find_kernels(device)
         self._workspace = reserve_decode_workspace(
-            total_tokens=sum(contexts), max_requests=len(contexts), num_query_heads=cache.shape.num_query_heads,
+            max_length=max(contexts), max_requests=len(contexts), num_query_heads=cache.shape.num_query_heads,
             num_kv_heads=cache.shape.num_kv_heads, head_dim=cache.shape.head_dim, device=device,
         )  # fmt: skip
         self._without = NoAttention(decoder.config, len(contexts), cache.k.dtype, device)
@@ -87,7 +88,7 @@ class Step:
     def run(self, with_attention: bool) -> torch.Tensor:
         """Most probable tokens of all rows."""
         inputs = DecodeInputs(self._state, self._rows, self.cache.shape.block_size, WINDOW)
-        attention = StepAttention(self.cache, self._kernels, self._workspace, inputs, None)
+        attention = StepAttention(self.cache, self._kernels, self._workspace, inputs, None, self._context)
         context = attention if with_attention else self._without
         hidden = self.decoder.forward(attention.token_ids, attention.positions, context)
         return draw_choice.most_probable(self.decoder.logits(hidden))

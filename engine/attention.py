@@ -37,13 +37,17 @@ class StepAttention:
         workspace: DecodeWorkspace,
         decode: DecodeInputs | None,
         prefill: PrefillInputs | None,
+        most_tokens: int,
     ) -> None:
+        """`most_tokens`: no less than what all decodes read together."""
         self._cache = cache
         self._kernels = kernels
         self._workspace = workspace
         self._prefill = prefill
         self._num_decodes = len(decode.rows) if decode is not None else 0
-        self._decode = (decode, kernels.plan_decodes(decode.lengths, workspace)) if decode is not None else None
+        self._decode = None
+        if decode is not None:
+            self._decode = (decode, kernels.plan_decodes(decode.lengths, workspace, most_tokens))
         parts = [part for part in (decode, prefill) if part is not None]
         self.token_ids = torch.cat([part.token_ids for part in parts])
         self.positions = torch.cat([part.positions for part in parts])

@@ -12,6 +12,7 @@ from engine.compressing import CompressionStream, settings_for
 from engine.errors import EngineError, nearest
 from engine.kernels.choice import find_kernels
 from engine.kernels.contract import Kernels
+from engine.kernels.decode_plan import decode_workspace_bytes
 from engine.kernels.workspace import CompressionShape, CompressionWorkspace
 from engine.loading import LoadedModel, default_dtype, load_model
 from engine.loop import EngineLoop
@@ -221,7 +222,8 @@ def _limits(
     logits = 8 * limits.max_running * loaded.config.vocab_size
     workspace = _workspace_bytes(shape, limits, floor) if floor is not None else 0
     swapping = HostSwap.device_bytes(shape, dtype, limits.host_blocks)
-    reserved = num_engines * (GRAPH_RESERVE_BYTES + activations + logits + workspace + swapping)
+    splits = decode_workspace_bytes(length, limits.max_running + 1, shape.num_query_heads, shape.head_dim)
+    reserved = num_engines * (GRAPH_RESERVE_BYTES + activations + logits + workspace + swapping + splits)
     largest = replace(limits, num_blocks=blocks_that_fit(shape, dtype, usable, reserved))
     slots = Reserved.of(policies, largest).num_slots  # the pool without them is larger, and has no fewer
     return replace(limits, num_blocks=blocks_that_fit(replace(shape, num_slots=slots), dtype, usable, reserved))

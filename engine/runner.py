@@ -88,8 +88,9 @@ class Runner:
         self._known: dict[int, tuple[int, int]] = {}  # request -> table length and slot that its row holds
         self._members: list[Request] = []
         self._changes = -1
+        self._pool_tokens = limits.num_blocks * limits.block_size
         self._workspace = reserve_decode_workspace(
-            total_tokens=limits.num_blocks * limits.block_size * 2,
+            max_length=min(limits.max_model_len, self._pool_tokens),
             max_requests=limits.max_running + 1,
             num_query_heads=cache.shape.num_query_heads,
             num_kv_heads=cache.shape.num_kv_heads,
@@ -110,7 +111,7 @@ class Runner:
             if use_graphs:
                 sizes = graph_sizes(limits.max_running)
                 padding_row = self._rows.padding_row
-                self._graphs = DecodeGraphs(self._decode, sizes, padding_row, self._device, STEP_PRIORITY)
+                self._graphs = DecodeGraphs(self._pool_wide, sizes, padding_row, self._device, STEP_PRIORITY)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Enqueue a whole step and return without waiting for it."""
@@ -179,7 +180,7 @@ class Runner:
         for num_tokens in sorted({min(size, most) for size in (*WARM_UP_TOKENS, most)}):
             prefill = nothing_to_store(num_tokens, limits.block_size, self._device)
             rows = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self._sampler.warm_up(self._forward(self._decode_inputs(padding), prefill, rows))
+            self._sampler.warm_up(self._forward(self._decode_inputs(padding), prefill, rows, 0))
 
     # parts of a step
 
@@ -249,7 +250,7 @@ class Runner:
         self._sampler.logprobs = None
         if not plan.num_decodes and not plan.prefills:
             return StepResult([])
-        tokens = self._run_mixed(plan, members, ending) if plan.prefills else self._run_decodes(numbers)
+        tokens = self._run_mixed(plan, members, ending) if plan.prefills else self._run_decodes(plan, numbers)
         return self._to_host(numbers, tokens)
 
     def _run_mixed(self, plan: StepPlan, members: Sequence[Request], ending: Sequence[Request]) -> torch.Tensor:
@@ -261,7 +262,7 @@ class Runner:
             start += chunk.count
             if chunk.last and chunk.request.target_tokens:
                 rows.append(start - 1)
-        logits = self._forward(decode, prefill, sent(rows, self._device))
+        logits = self._forward(decode, prefill, sent(rows, self._device), most_tokens(plan))
         tokens = self._sampler.sample(logits, [request.number for request in (*members, *ending)])
         if decode is not None:
             advance(self._rows.state, decode, tokens[: len(members)])
@@ -270,22 +271,30 @@ class Runner:
             self._rows.state[started, TOKEN] = tokens[len(members) :].to(torch.int32)
         return tokens
 
-    def _run_decodes(self, numbers: list[int]) -> torch.Tensor:
-        """A step of decodes alone. The step itself goes on with the most probable tokens; others are drawn after it."""
-        if self._graphs is not None and self._graphs.fits(len(numbers)):
+    def _run_decodes(self, plan: StepPlan, numbers: list[int]) -> torch.Tensor:
+        """A step of decodes alone. The step itself goes on with the most probable tokens; others are drawn after it.
+
+        Requests that share blocks may read more tokens than the pool has: too many for what a graph is laid out for.
+        """
+        in_graph = self._graphs is not None and self._graphs.fits(len(numbers))
+        if self._graphs is not None and in_graph and most_tokens(plan) <= self._pool_tokens:
             tokens, logits = self._graphs.replay(self._bound)
         else:
-            tokens, logits = self._decode(self._member_rows)
+            tokens, logits = self._decode(self._member_rows, most_tokens(plan))
         if self._sampler.plain(numbers):
             return tokens
         drawn = self._sampler.sample(logits[: len(numbers)], numbers)
         self._rows.state[self._member_rows, TOKEN] = drawn.to(torch.int32)
         return drawn
 
-    def _decode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One decode step of `rows` with the most probable token each, and the logits: what a graph captures."""
+    def _pool_wide(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a graph captures: a decode step of `rows` for as many tokens as the pool has."""
+        return self._decode(rows, self._pool_tokens)
+
+    def _decode(self, rows: torch.Tensor, most_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One decode step of `rows` with the most probable token each, and the logits."""
         inputs = self._decode_inputs(rows)
-        logits = self._forward(inputs, None, None)
+        logits = self._forward(inputs, None, None, most_tokens)
         tokens = self._sampler.most_probable(logits)
         advance(self._rows.state, inputs, tokens)
         return tokens, logits
@@ -294,9 +303,9 @@ class Runner:
         return DecodeInputs(self._rows.state, rows, self._cache.shape.block_size, self._cache.shape.window)
 
     def _forward(
-        self, decode: DecodeInputs | None, prefill: PrefillInputs | None, rows: torch.Tensor | None
+        self, decode: DecodeInputs | None, prefill: PrefillInputs | None, rows: torch.Tensor | None, most_tokens: int
     ) -> torch.Tensor:
-        context = StepAttention(self._cache, self._kernels, self._workspace, decode, prefill)
+        context = StepAttention(self._cache, self._kernels, self._workspace, decode, prefill, most_tokens)
         hidden = self._model.forward(context.token_ids, context.positions, context, rows)
         return self._model.logits(hidden)
 
@@ -334,6 +343,11 @@ class Runner:
         if row is not None:
             self._rows.give_back(row)
             del self._known[number]
+
+
+def most_tokens(plan: StepPlan) -> int:
+    """What the plan's decodes read, and one more each: whether their own token counts does not matter then."""
+    return plan.context_tokens + plan.num_decodes
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:

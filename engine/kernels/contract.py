@@ -36,10 +36,11 @@ class Kernels(Protocol):
         of this layer's `window_queries [slots, w, H_q, d]`. -1 in either mapping (int32 or int64) means: not stored.
         """
 
-    def plan_decodes(self, lengths: torch.Tensor, workspace: DecodeWorkspace) -> DecodePlan:
+    def plan_decodes(self, lengths: torch.Tensor, workspace: DecodeWorkspace, most_tokens: int) -> DecodePlan:
         """Cut a batch of `lengths [B]` (int32) into items, those of a whole split first.
 
-        No launch of an earlier plan for this workspace may come behind it.
+        `most_tokens`: no less than the lengths add up to; a launch is laid out for so many. Requests beyond that, or
+        beyond the workspace, have no room. No launch of an earlier plan for this workspace may come behind this one.
         """
 
     def decode_attention(

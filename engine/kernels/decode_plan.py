@@ -19,7 +19,7 @@ FEW_REQUESTS = 32
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of every split of one launch: `[items, H_q, d]` and `[items, H_q]`, float32.
+    """Partial results of every split of one launch: `[splits, H_q, d]` and `[splits, H_q]`, float32.
 
     `tickets [B, H_kv]` int32 are drawn by the splits of a request as they finish; 0 between launches.
     """
@@ -34,9 +34,9 @@ class DecodeWorkspace:
 class DecodePlan:
     """The items of a batch: for all layers of a step, and for the workspace that it was made with.
 
-    `lengths [B]`: cached tokens of each request. `items [items + B, 4]`, in the order of work: request, its first place
-    for partial results, split, length; the split is -1 of a request that there is no room for. Every request has an
-    item, also an empty one. Rows from `num_rows [1]` on mean nothing. All int32.
+    `lengths [B]`: cached tokens of each request. `items [rows, 4]`, in the order of work: request, its first place for
+    partial results, split, length; the split is -1 of a request that there is no room for. Every request has an item,
+    also an empty one. Rows from `num_rows [1]` on mean nothing. All int32.
     """
 
     lengths: torch.Tensor
@@ -44,9 +44,15 @@ class DecodePlan:
     items: torch.Tensor
 
 
-def num_decode_items(total_tokens: int, max_requests: int, split_tokens: int) -> int:
-    """Items that requests with `total_tokens` cached tokens between them can need."""
-    return total_tokens // split_tokens + max_requests
+def num_splits(max_length: int, max_requests: int, split_tokens: int) -> int:
+    """Splits that so many requests can have, each of up to `max_length` cached tokens."""
+    return max_requests * -(-max_length // split_tokens)
+
+
+def decode_workspace_bytes(max_length: int, max_requests: int, num_query_heads: int, head_dim: int) -> int:
+    """What `reserve_decode_workspace` takes, but for the tickets."""
+    splits = num_splits(max_length, max_requests, choose_split_tokens(max_requests))
+    return splits * num_query_heads * (head_dim + 1) * torch.float32.itemsize
 
 
 def choose_split_tokens(max_requests: int) -> int:
@@ -56,7 +62,7 @@ def choose_split_tokens(max_requests: int) -> int:
 
 def reserve_decode_workspace(
     *,
-    total_tokens: int,
+    max_length: int,
     max_requests: int,
     num_query_heads: int,
     num_kv_heads: int,
@@ -64,20 +70,23 @@ def reserve_decode_workspace(
     device: torch.device,
     split_tokens: int | None = None,
 ) -> DecodeWorkspace:
-    """Room for a batch of `max_requests` whose lengths add up to `total_tokens` (blocks that are shared count twice).
+    """Room for a batch of `max_requests` of up to `max_length` tokens each, however many of their blocks they share.
 
     Without `split_tokens` it is `choose_split_tokens(max_requests)`.
-
-    A launch that would need more is not cut short in silence: outputs of the requests without room become NaN.
     """
     if split_tokens is None:
         split_tokens = choose_split_tokens(max_requests)
     if split_tokens < 1 or split_tokens & (split_tokens - 1):
         raise KernelInputError(f"split_tokens must be a power of two, got {split_tokens}")
-    items = num_decode_items(total_tokens, max_requests, split_tokens)
+    splits = num_splits(max_length, max_requests, split_tokens)
     return DecodeWorkspace(
         split_tokens=split_tokens,
-        partial_output=torch.empty(items, num_query_heads, head_dim, dtype=torch.float32, device=device),
-        partial_normaliser=torch.empty(items, num_query_heads, dtype=torch.float32, device=device),
+        partial_output=torch.empty(splits, num_query_heads, head_dim, dtype=torch.float32, device=device),
+        partial_normaliser=torch.empty(splits, num_query_heads, dtype=torch.float32, device=device),
         tickets=torch.zeros(max_requests, num_kv_heads, dtype=torch.int32, device=device),
     )
+
+
+def most_splits(num_requests: int, workspace: DecodeWorkspace, most_tokens: int) -> int:
+    """Splits that a plan has room for: `most_tokens` in all may be cut so that every request has one more."""
+    return min(workspace.partial_output.shape[0], most_tokens // workspace.split_tokens + num_requests)

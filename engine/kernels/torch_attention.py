@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace
+from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace, most_splits
 
 
 def store(
@@ -23,9 +23,9 @@ def store(
         _scatter(queries, window_rows, window_queries)
 
 
-def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace) -> DecodePlan:
+def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace, most_tokens: int) -> DecodePlan:
     """See `Kernels.plan_decodes`; `decode_attention` here reads the lengths alone."""
-    size, capacity = workspace.split_tokens, workspace.partial_output.shape[0]
+    size, capacity = workspace.split_tokens, most_splits(len(lengths), workspace, most_tokens)
     splits = (lengths + size - 1) // size
     first = splits.cumsum(0, dtype=torch.int32) - splits
     has_room = first + splits <= capacity

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace
+from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace, most_splits
 from engine.kernels.errors import KernelInputError
 from engine.kernels.triton_common import (
     Launch,
@@ -163,7 +163,7 @@ def _split_kernel(
         length = tl.load(items + row * ITEM_WIDTH + 3)
         begin = split * SPLIT
         end = tl.minimum(begin + SPLIT, length)
-        if split < 0:  # no room was reserved for this request's splits: an answer from some would look like a right one
+        if split < 0:  # there is no room for this request's splits: an answer from some would look like a right one
             end = begin
         member = tl.arange(0, PAD_GROUP)
         dim = tl.arange(0, PAD_DIM)
@@ -243,9 +243,10 @@ def _reduced(
     return result / total[:, None]
 
 
-def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace) -> DecodePlan:
+def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace, most_tokens: int) -> DecodePlan:
     """See `Kernels.plan_decodes`."""
-    num_requests, capacity = len(lengths), workspace.partial_output.shape[0]
+    num_requests = len(lengths)
+    capacity = most_splits(num_requests, workspace, most_tokens)
     num_rows = torch.empty(1, dtype=torch.int32, device=lengths.device)
     items = torch.empty(capacity + num_requests, ITEM_WIDTH.value, dtype=torch.int32, device=lengths.device)
     num_kv_heads = workspace.tickets.shape[1]

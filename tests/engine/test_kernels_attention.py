@@ -10,7 +10,7 @@ from engine.kernels import reference
 from engine.kernels.decode_plan import (
     DecodeWorkspace,
     choose_split_tokens,
-    num_decode_items,
+    num_splits,
     reserve_decode_workspace,
 )
 from engine.kernels.errors import KernelInputError
@@ -57,13 +57,13 @@ def test_decode_attention(place: Place, sizes: Sizes) -> None:
     queries = random_rows((len(lengths), num_query_heads, sizes.head_dim), place, 5)
     output = torch.full_like(queries, float("nan"))
     workspace = reserve_decode_workspace(
-        total_tokens=sum(lengths), max_requests=len(lengths), num_query_heads=num_query_heads,
+        max_length=max(lengths), max_requests=len(lengths), num_query_heads=num_query_heads,
         num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim, device=torch.device(place.device), split_tokens=64,
     )  # fmt: skip
     workspace.partial_output.fill_(float("nan"))
     workspace.partial_normaliser.fill_(float("nan"))
     length = torch.tensor(lengths, dtype=torch.int32, device=place.device)
-    plan = place.kernels.plan_decodes(length, workspace)
+    plan = place.kernels.plan_decodes(length, workspace, sum(lengths))
     scale = sizes.head_dim**-0.5
     place.kernels.decode_attention(
         queries, cache_k, cache_v, block_tables(place.device), plan, scale, workspace, output
@@ -93,12 +93,12 @@ def test_decode_attention_does_not_depend_on_the_batch(place: Place) -> None:
         output = torch.empty_like(queries[rows])
         tokens = torch.tensor([lengths[row] for row in rows], dtype=torch.int32, device=place.device)
         workspace = reserve_decode_workspace(
-            total_tokens=256, max_requests=4, num_query_heads=4, num_kv_heads=2, head_dim=sizes.head_dim,
+            max_length=64, max_requests=4, num_query_heads=4, num_kv_heads=2, head_dim=sizes.head_dim,
             device=torch.device(place.device), split_tokens=64,
         )  # fmt: skip
         place.kernels.decode_attention(
             queries[rows], case.cache_k[0], case.cache_v[0], block_tables(place.device)[rows],
-            place.kernels.plan_decodes(tokens, workspace), 0.25, workspace, output,
+            place.kernels.plan_decodes(tokens, workspace, sum(lengths)), 0.25, workspace, output,
         )  # fmt: skip
         return output
 
@@ -116,12 +116,12 @@ def test_decode_without_room_for_its_splits_is_loud(place: Place) -> None:
     queries = random_rows((2, 4, sizes.head_dim), place, 6)
     output = torch.zeros_like(queries)
     workspace = reserve_decode_workspace(
-        total_tokens=64, max_requests=2, num_query_heads=4, num_kv_heads=2, head_dim=16,
+        max_length=64, max_requests=2, num_query_heads=4, num_kv_heads=2, head_dim=16,
         device=torch.device(place.device), split_tokens=64,
     )  # fmt: skip
     place.kernels.decode_attention(
         queries, case.cache_k[0], case.cache_v[0], block_tables(place.device)[:2],
-        place.kernels.plan_decodes(torch.tensor([64, 256], dtype=torch.int32, device=place.device), workspace),
+        place.kernels.plan_decodes(torch.tensor([64, 256], dtype=torch.int32, device=place.device), workspace, 320),
         0.25, workspace, output,
     )  # fmt: skip
     assert bool(output[0].isfinite().all())
@@ -131,22 +131,25 @@ def test_decode_without_room_for_its_splits_is_loud(place: Place) -> None:
 @on_every_place
 @pytest.mark.parametrize("lengths", [[64], [0], [1, 63, 64, 65, 128, 0, 0, 300], [64] * 33, [64, 300, 1, 0, 64]])
 def test_a_plan_has_every_split_once_and_whole_ones_first(place: Place, lengths: list[int]) -> None:
-    """Also where the workspace is too small: whoever has no room has one item that says so."""
-    capacity = 4 if lengths == [64, 300, 1, 0, 64] else num_decode_items(sum(lengths), len(lengths), 64)
+    """Also where there is too little room: whoever has none has one item that says so."""
+    is_short = lengths == [64, 300, 1, 0, 64]
+    capacity = num_splits(max(lengths), len(lengths), 64)
     workspace = DecodeWorkspace(
         64,
         torch.empty(capacity, 1, 16, device=place.device),
         torch.empty(capacity, 1, device=place.device),
         torch.full((len(lengths), 1), 7, dtype=torch.int32, device=place.device),
     )
-    plan = place.kernels.plan_decodes(torch.tensor(lengths, dtype=torch.int32, device=place.device), workspace)
+    on_place = torch.tensor(lengths, dtype=torch.int32, device=place.device)
+    plan = place.kernels.plan_decodes(on_place, workspace, 0 if is_short else sum(lengths))
+    capacity = len(lengths) if is_short else capacity
     wanted = []
     first = 0
     for request, length in enumerate(lengths):
-        num_splits = -(-length // 64)
-        splits = range(max(num_splits, 1)) if first + num_splits <= capacity else (-1,)
+        needed = -(-length // 64)
+        splits = range(max(needed, 1)) if first + needed <= capacity else (-1,)
         wanted += [[request, first, split, length] for split in splits]
-        first += num_splits
+        first += needed
     rows = plan.items[: int(plan.num_rows)].tolist()
     assert sorted(rows) == wanted
     is_whole = [split >= 0 and 64 * (split + 1) <= length for _, _, split, length in rows]
@@ -159,11 +162,11 @@ def test_layers_of_a_step_share_a_plan(place: Place) -> None:
     case = make_case(place, Sizes(num_layers=2, block_size=64))
     queries = random_rows((4, 4, 16), place, 6)
     workspace = reserve_decode_workspace(
-        total_tokens=512, max_requests=4, num_query_heads=4, num_kv_heads=2, head_dim=16,
+        max_length=256, max_requests=4, num_query_heads=4, num_kv_heads=2, head_dim=16,
         device=torch.device(place.device), split_tokens=64,
     )  # fmt: skip
     lengths = torch.tensor([40, 256, 129, 0], dtype=torch.int32, device=place.device)
-    plan = place.kernels.plan_decodes(lengths, workspace)
+    plan = place.kernels.plan_decodes(lengths, workspace, 425)
     outputs = [torch.full_like(queries, float("nan")) for _ in range(4)]
     for output, layer in zip(outputs, (0, 1, 0, 1), strict=True):
         place.kernels.decode_attention(
@@ -173,13 +176,16 @@ def test_layers_of_a_step_share_a_plan(place: Place) -> None:
         assert not bool(workspace.tickets.any())
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
-    assert not torch.equal(outputs[0], outputs[1])
+    caches = (case.cache_k[1], case.cache_v[1])
+    keys, values = (reference.gather_cache_order(to_numpy(cache), list(TABLES[2][:3]))[:, :129] for cache in caches)
+    wanted = reference.attention(to_numpy(queries[2:3]), keys, values)
+    assert_close(outputs[1][2:3], wanted, place.tolerance, "of three splits")
 
 
 def test_decode_workspace_refuses_an_odd_split() -> None:
     with pytest.raises(KernelInputError, match="power of two, got 96"):
         reserve_decode_workspace(
-            total_tokens=1,
+            max_length=1,
             max_requests=1,
             num_query_heads=1,
             num_kv_heads=1,
@@ -267,7 +273,7 @@ def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
 def test_a_split_is_chosen_by_the_workspace_alone(max_requests: int, split_tokens: int) -> None:
     assert choose_split_tokens(max_requests) == split_tokens
     workspace = reserve_decode_workspace(
-        total_tokens=5000,
+        max_length=5000,
         max_requests=max_requests,
         num_query_heads=2,
         num_kv_heads=1,
@@ -275,4 +281,4 @@ def test_a_split_is_chosen_by_the_workspace_alone(max_requests: int, split_token
         device=torch.device("cpu"),
     )
     assert workspace.split_tokens == split_tokens
-    assert workspace.partial_output.shape[0] == num_decode_items(5000, max_requests, split_tokens)
+    assert workspace.partial_output.shape[0] == num_splits(5000, max_requests, split_tokens)

@@ -87,10 +87,10 @@ def launch_everything() -> None:
     ints = torch.empty(65, dtype=torch.int32, device=META)
     tables = torch.empty(64, 9, dtype=torch.int32, device=META)
     splits = reserve_decode_workspace(
-        total_tokens=131_072, max_requests=64, num_query_heads=32, num_kv_heads=8, head_dim=128, device=META
+        max_length=40_960, max_requests=64, num_query_heads=32, num_kv_heads=8, head_dim=128, device=META
     )  # fmt: skip
     layer_k, layer_v = cache_k[0], cache_v[0]
-    plan = kernels.plan_decodes(ints[:64], splits)
+    plan = kernels.plan_decodes(ints[:64], splits, 131_072)
     kernels.decode_attention(queries, layer_k, layer_v, tables, plan, 0.1, splits, queries)
     kernels.prefill_attention(queries, layer_k, layer_v, tables, ints[:64], ints, 0.1, queries)
     kernels.store(keys, keys, ints[:64], layer_k, layer_v, queries, ints[:64], window[0])

@@ -37,9 +37,9 @@ def test_offsets_beyond_32_bits() -> None:
         lengths = torch.tensor([1280], dtype=torch.int32, device=CUDA)
         output = torch.full_like(queries, float("nan"))
         splits = reserve_decode_workspace(
-            total_tokens=1280, max_requests=1, num_query_heads=32, num_kv_heads=8, head_dim=128, device=CUDA
+            max_length=1280, max_requests=1, num_query_heads=32, num_kv_heads=8, head_dim=128, device=CUDA
         )  # fmt: skip
-        plan = kernels.plan_decodes(lengths, splits)
+        plan = kernels.plan_decodes(lengths, splits, 1280)
         kernels.decode_attention(queries, cache_k[1], cache_v[1], tables, plan, 0.088, splits, output)
         results.append(output)
     assert_close(results[1], to_numpy(results[0]), 1e-2, "decode attention")
