@@ -5,9 +5,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.runner import Runner, StepResult
+from engine.runner import Runner
 from engine.sampling import StepSampler, TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.step_result import StepResult
 from engine.stopping import Output, Piece
 from policies.changes import PolicyChange
 from policies.core.plan import NOTHING, Outcome, StepPlan
@@ -80,6 +81,7 @@ class EngineLoop:
         self._under_way: deque[_UnderWay] = deque()
         self._num_may_stop = 0
         self._last_end_ns = 0
+        self._last_result: StepResult | None = None
         self._step_ns = 0
         self._told_ns = 0
 
@@ -183,8 +185,13 @@ class EngineLoop:
 
     def _settle(self, step: _UnderWay) -> None:
         """The step has finished on the device: note its time and its tokens, and commit it if that was put off."""
+        was_done = step.result.done
         tokens = step.result.tokens()
         end_ns = self._clock() - self._origin_ns
+        after_ns = step.result.ns_after(self._last_result) if was_done else None
+        if after_ns is not None:  # nobody was there when it ended
+            end_ns = min(end_ns, self._last_end_ns + after_ns)
+        self._last_result = step.result
         start_ns = max(step.start_ns, self._last_end_ns)
         self._steps.ran(start_ns, max(end_ns, start_ns))
         self._step_ns = max(end_ns - start_ns, 0)

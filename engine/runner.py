@@ -1,7 +1,6 @@
 """Carries out a step plan on the device: what the scheduler decided, nothing else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -15,9 +14,9 @@ from engine.model import LanguageModel
 from engine.prefilling import TokenIds, nothing_to_store, prefill_inputs
 from engine.reserved import Reserved
 from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows, advance
-from engine.sampler import Logprobs
-from engine.sampling import StepSampler, TokenLogprobs, row_of
+from engine.sampling import StepSampler
 from engine.scorers import CompressionSettings
+from engine.step_result import StepResult, brought_to_host
 from engine.swapping import HostSwap
 from engine.transfer import sent
 from policies.core.limits import Limits
@@ -28,33 +27,6 @@ from policies.core.scheduler import Scheduler
 
 STEP_PRIORITY = -1  # of the stream that steps run on; compressions and copies have 0, the lowest there is
 WARM_UP_TOKENS = (16, 256, 2048)  # prefill tokens of a step: sizes for which cuBLAS has other kernels
-
-
-@dataclass
-class StepResult:
-    """Tokens of one step, perhaps still on their way to the host: `numbers[i]` is the request that got `tokens[i]`."""
-
-    numbers: list[int]
-    host: torch.Tensor | None = None
-    event: torch.cuda.Event | None = None
-    failed: dict[int, str] = field(default_factory=dict)
-    host_logprobs: Logprobs | None = None  # where some request asked
-
-    @property
-    def done(self) -> bool:
-        """Whether the device has finished the step; asks, does not wait."""
-        return self.event is None or self.event.query()
-
-    def tokens(self) -> list[int]:
-        """Wait for the step and return its tokens."""
-        if self.event is not None:
-            self.event.synchronize()
-        values: list[int] = self.host.tolist() if self.host is not None else []
-        return values[: len(self.numbers)]
-
-    def logprobs(self, row: int, num_top: int) -> TokenLogprobs | None:
-        """Log-probabilities of the token of `numbers[row]`, after `tokens()` has waited; None if nobody asked."""
-        return None if self.host_logprobs is None else row_of(self.host_logprobs, row, num_top)
 
 
 class Runner:
@@ -251,7 +223,7 @@ class Runner:
         if not plan.num_decodes and not plan.prefills:
             return StepResult([])
         tokens = self._run_mixed(plan, members, ending) if plan.prefills else self._run_decodes(plan, numbers)
-        return self._to_host(numbers, tokens)
+        return brought_to_host(numbers, tokens, self._sampler.logprobs)
 
     def _run_mixed(self, plan: StepPlan, members: Sequence[Request], ending: Sequence[Request]) -> torch.Tensor:
         prefill = prefill_inputs(plan.prefills, self.token_ids, self._cache.shape, self._device)
@@ -309,17 +281,6 @@ class Runner:
         hidden = self._model.forward(context.token_ids, context.positions, context, rows)
         return self._model.logits(hidden)
 
-    def _to_host(self, numbers: list[int], tokens: torch.Tensor) -> StepResult:
-        logprobs = self._sampler.logprobs
-        if not tokens.is_cuda:
-            return StepResult(numbers, tokens, host_logprobs=logprobs)
-        host = _pinned(tokens)
-        if logprobs is not None:
-            logprobs = Logprobs(*map(_pinned, (logprobs.chosen, logprobs.chosen_rank, logprobs.top_ids, logprobs.top)))
-        event = torch.cuda.Event()
-        event.record()
-        return StepResult(numbers, host, event, host_logprobs=logprobs)
-
     # rows
 
     def _take_row(self, request: Request) -> int:
@@ -348,12 +309,6 @@ class Runner:
 def most_tokens(plan: StepPlan) -> int:
     """What the plan's decodes read, and one more each: whether their own token counts does not matter then."""
     return plan.context_tokens + plan.num_decodes
-
-
-def _pinned(values: torch.Tensor) -> torch.Tensor:
-    """Start to copy to pinned host memory."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def _no_requests(number: int, count: int) -> list[int]:

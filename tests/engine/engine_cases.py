@@ -12,8 +12,8 @@ import torch
 from engine.build import Engine, EngineSettings, build_engine
 from engine.loading import LoadedModel, load_model
 from engine.loop import Sequence as Running
-from engine.runner import StepResult
 from engine.sampling_params import SamplingParams
+from engine.step_result import StepResult
 from engine.submitting import submit
 from policies.core.audit import audit, audit_plan
 from policies.core.events import Int64Array, Kind

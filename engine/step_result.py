@@ -1,0 +1,60 @@
+"""What a step gives, perhaps still on its way to the host."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.sampler import Logprobs
+from engine.sampling import TokenLogprobs, row_of
+
+
+@dataclass
+class StepResult:
+    """Tokens of one step, perhaps still on their way to the host: `numbers[i]` is the request that got `tokens[i]`."""
+
+    numbers: list[int]
+    host: torch.Tensor | None = None
+    event: torch.cuda.Event | None = None
+    failed: dict[int, str] = field(default_factory=dict)
+    host_logprobs: Logprobs | None = None  # where some request asked
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has finished the step; asks, does not wait."""
+        return self.event is None or self.event.query()
+
+    def ns_after(self, before: "StepResult | None") -> int | None:
+        """How long after another step this one ended, by the device's clock; both have. None without such a clock."""
+        if self.event is None or before is None or before.event is None:
+            return None
+        milliseconds: float = before.event.elapsed_time(self.event)
+        return round(milliseconds * 1e6)
+
+    def tokens(self) -> list[int]:
+        """Wait for the step and return its tokens."""
+        if self.event is not None:
+            self.event.synchronize()
+        values: list[int] = self.host.tolist() if self.host is not None else []
+        return values[: len(self.numbers)]
+
+    def logprobs(self, row: int, num_top: int) -> TokenLogprobs | None:
+        """Log-probabilities of the token of `numbers[row]`, after `tokens()` has waited; None if nobody asked."""
+        return None if self.host_logprobs is None else row_of(self.host_logprobs, row, num_top)
+
+
+def brought_to_host(numbers: list[int], tokens: torch.Tensor, logprobs: Logprobs | None) -> StepResult:
+    """Start to bring a step's tokens to the host, behind everything that it has enqueued on the current stream."""
+    if not tokens.is_cuda:
+        return StepResult(numbers, tokens, host_logprobs=logprobs)
+    host = _pinned(tokens)
+    if logprobs is not None:
+        logprobs = Logprobs(*map(_pinned, (logprobs.chosen, logprobs.chosen_rank, logprobs.top_ids, logprobs.top)))
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return StepResult(numbers, host, event, host_logprobs=logprobs)
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Start to copy to pinned host memory."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -1,0 +1,74 @@
+"""When steps ended, as the engine's loop notes it: by the device's clock where nobody was looking."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+
+from engine.build import build_engine
+from engine.step_result import StepResult
+from engine.submitting import submit
+from policies.core.plan import StepPlan
+from tests.engine.engine_cases import GREEDY, SMALL, prompt, request, tiny
+from traces.recording import to_table
+
+MILLISECOND_NS = 1_000_000
+STEP_MS = 4
+
+
+@dataclass
+class Device:
+    """Works on what is enqueued, each step for 4 ms; the host's clock moves when it waits or is late."""
+
+    now_ns: int = 0
+    free_ns: int = 0
+    late_ms: list[int] = field(default_factory=list)  # how long the host is busy otherwise after each step it enqueues
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def enqueue(self) -> "Ending":
+        self.free_ns = max(self.free_ns, self.now_ns) + STEP_MS * MILLISECOND_NS
+        self.now_ns += (self.late_ms.pop(0) if self.late_ms else 0) * MILLISECOND_NS
+        return Ending(self, self.free_ns)
+
+
+@dataclass
+class Ending:
+    """The event at the end of a step."""
+
+    device: Device
+    at_ns: int
+
+    def query(self) -> bool:
+        return self.device.now_ns >= self.at_ns
+
+    def synchronize(self) -> None:
+        self.device.now_ns = max(self.device.now_ns, self.at_ns)
+
+    def elapsed_time(self, other: "Ending") -> float:
+        return (other.at_ns - self.at_ns) / MILLISECOND_NS
+
+
+@pytest.mark.parametrize("late_ms", [[0] * 12, [0, 0, 0, 11, 0, 0, 0, 7, 0, 0, 0, 0]], ids=["in time", "twice late"])
+def test_a_late_host_does_not_change_what_steps_take(late_ms: list[int]) -> None:
+    """While the host is away two steps end: it then sees both at once, which by its clock would be a long and a short
+    one."""
+    device = Device(late_ms=list(late_ms))
+    engine = build_engine(replace(SMALL, policy="full-kv"), tiny(), clock=device.clock)
+    execute = engine.runner.execute
+
+    def timed(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        result.event = cast(Any, device.enqueue())
+        return result
+
+    engine.runner.execute = timed  # type: ignore[method-assign]
+    submit(engine, request("a", prompt(1, 9), 12), prompt(1, 9), GREEDY)
+    while engine.loop.step():
+        pass
+    columns = engine.steps.take()
+    assert columns is not None
+    steps = to_table("steps", columns)
+    took = (steps["end_s"].to_numpy() - steps["start_s"].to_numpy()) * 1e3
+    assert took[1:] == pytest.approx(STEP_MS), "but for the first, which nothing came before"
