@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_common import before_reading, launched_early
 from engine.layers import HeadShape, StoreDestination
 
 MOST_HEADS = 8  # that one program takes
@@ -31,13 +30,10 @@ def _add_norm_kernel(
     NUM_SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    before_reading(PDL)
     total = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(NUM_SPLITS):
         total += tl.load(delta + split * split_stride + row + column, mask=inside, other=0.0).to(tl.float32)
@@ -45,6 +41,7 @@ def _add_norm_kernel(
     tl.store(residual + row + column, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row + column, (wide * scale * gain).to(normed.dtype.element_ty), mask=inside)
 
 
@@ -101,7 +98,6 @@ def _heads_kernel(
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """`HEADS` heads, all of one kind, of one token; keys and values go to row `slot_mapping[token]`."""
     token = tl.program_id(0).to(tl.int64)
@@ -114,7 +110,6 @@ def _heads_kernel(
     place = (first_head + head) * HEAD_DIM + column
     first = tl.zeros((HEADS, HALF_TILE), tl.float32)
     second = tl.zeros((HEADS, HALF_TILE), tl.float32)
-    before_reading(PDL)
     for split in tl.static_range(NUM_SPLITS):
         source = merged + split * split_stride + token * width + place
         first += tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -159,14 +154,13 @@ def _heads_kernel(
 @triton.jit
 def _gated_kernel(
     gate_up: tl.tensor, output: tl.tensor, split_stride: tl.tensor, WIDTH: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < WIDTH
     gate = tl.zeros((TILE,), tl.float32)
     up = tl.zeros((TILE,), tl.float32)
-    before_reading(PDL)
     for split in tl.static_range(NUM_SPLITS):
         source = gate_up + split * split_stride + row * 2 * WIDTH + column
         gate += tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -185,7 +179,6 @@ def add_norm(delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     _add_norm_kernel[(num_rows,)](
         delta, residual, weight, normed, _split_stride(delta), eps,
         NUM_SPLITS=_num_splits(delta), WIDTH=width, TILE=tile, num_warps=8 if tile >= 4096 else 4,
-        **launched_early(residual.device),
     )  # fmt: skip
     return normed
 
@@ -225,7 +218,6 @@ def store_heads(
         HEAD_DIM=shape.head_dim, HALF_TILE=triton.next_power_of_2(shape.head_dim // 2), HEADS=heads,
         BLOCK_SIZE=place.cache_k.shape[1], WINDOW=window.shape[1] if window is not None and stores_window else 0,
         HAS_BIAS=bias is not None, HAS_NORM=query_norm is not None, num_warps=max(1, heads // 2),
-        **launched_early(merged.device),
     )  # fmt: skip
     return queries
 
@@ -239,7 +231,6 @@ def gated(gate_up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         _gated_kernel[(num_rows, triton.cdiv(width, tile))](
             gate_up, output, _split_stride(gate_up),
             WIDTH=width, NUM_SPLITS=_num_splits(gate_up), TILE=tile, num_warps=4,
-            **launched_early(gate_up.device),
         )  # fmt: skip
     return output
 

@@ -163,7 +163,9 @@ class EngineLoop:
             self.drain()
             self._collect(None)
             return False
-        start_ns = self.now_ns()  # before execute: enqueuing belongs to the step, and without CUDA it is the step
+        # Before execute: enqueuing belongs to the step, and without CUDA it is the step. By the clock itself: what the
+        # scheduler has been told may lie ahead of it.
+        start_ns = self._clock() - self._origin_ns
         current = _UnderWay(plan, self._runner.execute(plan), start_ns)
         self._steps.plan(plan)
         self._under_way.append(current)

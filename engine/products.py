@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_common import before_reading, launched_early
-
 
 @dataclass(frozen=True, slots=True)
 class ProductConfig:
@@ -48,7 +46,6 @@ def _few_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One tile of one split; tiles of the same columns run side by side, so that the weights are read once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -59,7 +56,6 @@ def _few_rows_kernel(
     # Rows past the end repeat the first ones: loads need no mask, and the store leaves them out.
     left = inputs + (row % num_rows)[:, None].to(tl.int64) * input_stride + (start + depth)[None, :]
     right = weight + column[None, :].to(tl.int64) * weight_stride + (start + depth)[:, None]
-    before_reading(PDL)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     if GATED:
         other = right + num_columns.to(tl.int64) * weight_stride
@@ -101,6 +97,6 @@ def few_rows(inputs: torch.Tensor, weight: torch.Tensor, config: ProductConfig, 
         inputs.stride(0), weight.stride(0), num_rows * columns,
         GATED=gated, PRECISION="ieee" if inputs.dtype == torch.float32 else "tf32",
         ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth,
-        num_warps=config.num_warps, num_stages=config.num_stages, **launched_early(inputs.device),
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return output

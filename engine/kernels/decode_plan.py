@@ -34,9 +34,9 @@ class DecodeWorkspace:
 class DecodePlan:
     """The items of a batch: for all layers of a step, and for the workspace that it was made with.
 
-    `lengths [B]`: cached tokens of each request. `items [rows, 4]`, in the order of work: request, its first place for
-    partial results, split, length; the split is -1 of a request that there is no room for. Every request has an item,
-    also an empty one. Rows from `num_rows [1]` on mean nothing. All int32.
+    `lengths [B]`: cached tokens of each request. `items [most_tokens // split_tokens + B, 4]`, in the order of work:
+    request, its first place for partial results, split, length; the split is -1 of a request that there is no room for.
+    Every request has an item, also an empty one. Rows from `num_rows [1]` on mean nothing. All int32.
     """
 
     lengths: torch.Tensor
@@ -85,8 +85,3 @@ def reserve_decode_workspace(
         partial_normaliser=torch.empty(splits, num_query_heads, dtype=torch.float32, device=device),
         tickets=torch.zeros(max_requests, num_kv_heads, dtype=torch.int32, device=device),
     )
-
-
-def most_splits(num_requests: int, workspace: DecodeWorkspace, most_tokens: int) -> int:
-    """Splits that a plan has room for: `most_tokens` in all may be cut so that every request has one more."""
-    return min(workspace.partial_output.shape[0], most_tokens // workspace.split_tokens + num_requests)

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace, most_splits
+from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace
 
 
 def store(
@@ -25,10 +25,11 @@ def store(
 
 def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace, most_tokens: int) -> DecodePlan:
     """See `Kernels.plan_decodes`; `decode_attention` here reads the lengths alone."""
-    size, capacity = workspace.split_tokens, most_splits(len(lengths), workspace, most_tokens)
+    size, most_rows = workspace.split_tokens, most_tokens // workspace.split_tokens + len(lengths)
     splits = (lengths + size - 1) // size
     first = splits.cumsum(0, dtype=torch.int32) - splits
-    has_room = first + splits <= capacity
+    rows = splits.clamp(min=1).cumsum(0) + torch.arange(len(lengths) - 1, -1, -1, device=lengths.device)
+    has_room = (first + splits <= workspace.partial_output.shape[0]) & (rows <= most_rows)
     request = torch.repeat_interleave(torch.where(has_room, splits.clamp(min=1), 1))
     split = torch.arange(len(request), device=lengths.device) - torch.searchsorted(request, request)
     split = torch.where(has_room[request], split, -1)

@@ -4,7 +4,6 @@
 # mypy: disable-error-code="untyped-decorator"
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -31,29 +30,6 @@ class Launch:
     def options(self) -> dict[str, int | None]:
         """What is passed to a Triton launch beside the kernel's own arguments."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
-
-
-@lru_cache
-def launched_early(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that calls `before_reading`: where the card can, it may start while the last one ends.
-
-    Hopper's programmatic dependent launch: launching, and what a kernel does before it reads, costs no time of its own.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
-
-
-@triton.jit
-def before_reading(PDL: tl.constexpr) -> None:
-    """Wait until everything launched before has happened, and let what is launched next begin.
-
-    Every program of a kernel that is launched with `launched_early` calls it before it reads or writes what another
-    kernel of the same step writes or reads. Since all of them wait, whatever came before the last one is over, too.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -52,7 +52,7 @@ def as_source(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any])
     for place, name in enumerate(names):
         value, parameter = bound[name], kernel.params[place]
         if parameter.is_constexpr:
-            found.signature[name], found.constants[(place,)] = "constexpr", value or name == "PDL"  # as on the card
+            found.signature[name], found.constants[(place,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             found.signature[name], found.attributes[(place,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
         elif isinstance(value, int):
