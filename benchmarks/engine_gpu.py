@@ -22,6 +22,7 @@ import triton
 
 from benchmarks.run_figures import seconds_to_shares
 from engine.build import Engine, EngineSettings, build_engine
+from engine.collecting import set_aside
 from engine.loading import LoadedModel, load_model
 from engine.sampling_params import SamplingParams
 from engine.stopping import Output
@@ -75,14 +76,15 @@ def run(
     engine = build_engine(settings, loaded)
     set_up = time.perf_counter() - began
     total = submit(engine, load)
-    start = time.perf_counter()
     complete, produced = True, 0
-    while engine.loop.step():
-        produced += engine.scheduler.state.decoding.num_requests  # near enough to know when to stop
-        if time.perf_counter() - start > seconds or produced > until_share * total + 2000:
-            complete = False
-            break
-    engine.loop.drain()
+    with set_aside():
+        start = time.perf_counter()
+        while engine.loop.step():
+            produced += engine.scheduler.state.decoding.num_requests  # near enough to know when to stop
+            if time.perf_counter() - start > seconds or produced > until_share * total + 2000:
+                complete = False
+                break
+        engine.loop.drain()
     wall = time.perf_counter() - start
     columns = engine.steps.take()
     assert columns is not None

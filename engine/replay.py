@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.build import Engine, EngineSettings, build_engine, synthetic_prompt
+from engine.collecting import set_aside
 from engine.loading import LoadedModel
 from engine.record import EngineRecorder
 from engine.sampling_params import SamplingParams
@@ -79,7 +80,8 @@ def replay(
     recorder.open(engine, out, _origin(workload, how, prompts.notes), workload.meta.block_size)
     player = _Player(engine, recorder, workload, prompts, how)
     try:
-        player.run(progress)
+        with set_aside():
+            player.run(progress)
     except BaseException as error:
         recorder.close(stopped_by=type(error).__name__)
         raise

@@ -95,6 +95,7 @@ class Lane:
         loaded, device = old.loaded, old.cache.k.device
         self.entries.clear()
         del self.engine, old
+        gc.unfreeze()  # the old engine has been there since the start
         gc.collect()  # an engine is full of circles
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a fault of the device shows here, not in the next request

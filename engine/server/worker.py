@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from engine.collecting import set_aside
 from engine.server.errors import ApiError, unavailable
 from engine.server.job import Job
 from engine.server.lanes import Lane, MakeSink
@@ -153,11 +154,12 @@ class EngineWorker:
         except Exception as error:
             self.failure, self.state = error, "failed"
         self._ready.set()
-        while self._serving is not None and not self._stopping and self.failure is None:
-            try:
-                self._turn(self._serving)
-            except Exception as error:  # whatever a step raises concerns the requests of that lane
-                self._mend(self._serving, error)
+        with set_aside():
+            while self._serving is not None and not self._stopping and self.failure is None:
+                try:
+                    self._turn(self._serving)
+                except Exception as error:  # whatever a step raises concerns the requests of that lane
+                    self._mend(self._serving, error)
         self._end()
 
     def _turn(self, serving: Serving) -> None:
