@@ -18,9 +18,11 @@ COEFFICIENT_UNITS: dict[str, str] = {
     "head_row_s": "s per row of logits",
     "request_s": "s per request in the step",
     "kv_read_token_s": "s per cached token read by a decode",
+    "attention_wait_token_s": "s per cached token that one request's attention reads in a row",
+    "corner": "0: of two things that hide one another the longer counts, 1: their sum",
     "attention_pair_s": "s per (query, key) pair of a prefill",
-    "prefill_step_s": "s per step with prefill chunks, besides",
-    "launch_s": "s to launch a step with prefill chunks, begun with the step before",
+    "launch_s": "s to launch a step with prefill chunks, begun when the host is free",
+    "mixed_launch_s": "s more where it has decodes, too",
     "compression_start_s": "s per step that starts compressions",
     "compression_launch_s": "s per compressed sequence",
     "compression_source_token_s": "s per token taking part in a compression",
@@ -30,6 +32,11 @@ COEFFICIENT_UNITS: dict[str, str] = {
     "swap_launch_s": "s per swap",
     "swap_token_s": "s per token moved one way between host and device",
 }
+
+# Decode attention reads pieces of this many tokens of a request side by side and the tokens of a piece in a row
+# (`SPLIT_TOKENS` of engine/kernels/decode_plan.py; a test holds them equal).
+SPLIT_TOKENS = 1024
+SHARPEST = 1e-3  # a corner below is none: a power of a thousand leaves nothing of the shorter
 
 
 def _check_number(what: str, value: object) -> None:
@@ -72,10 +79,10 @@ class Efficiencies:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of everything the GPU does, as linear terms over whole-number counts.
+    """Seconds of everything the GPU does, as few terms over whole-number counts.
 
-    Pure and deterministic: plain Python floats, the same order of additions every time. Every result is monotone in
-    every argument, because every coefficient is at least zero. Counts are not checked: the scheduler owns them.
+    Pure and deterministic: plain Python floats, the same order of additions every time. More work never takes less
+    time, because every coefficient is at least zero. Counts are not checked: the scheduler owns them.
     """
 
     gpu: str
@@ -87,9 +94,11 @@ class CostModel:
     head_row_s: float
     request_s: float
     kv_read_token_s: float
+    attention_wait_token_s: float
+    corner: float  # in [0, 1], see `rounded_maximum`
     attention_pair_s: float
-    prefill_step_s: float
     launch_s: float
+    mixed_launch_s: float
     compression_start_s: float
     compression_launch_s: float
     compression_source_token_s: float
@@ -99,6 +108,7 @@ class CostModel:
     swap_launch_s: float
     swap_token_s: float
     decode_token_s: float = field(init=False, repr=False)  # layers and head: a decode always needs its logits
+    _sharp: bool = field(init=False, repr=False)  # a plain maximum, and attention is nothing but reading
 
     def __post_init__(self) -> None:
         for name in COEFFICIENT_UNITS:
@@ -109,17 +119,22 @@ class CostModel:
             raise SimError(f"coefficient compression_share must lie between 0 and 1, got {self.compression_share!r}")
         if not 0.0 < self.compression_rate <= 1.0:
             raise SimError(f"coefficient compression_rate must be above 0 and at most 1, got {self.compression_rate!r}")
+        if self.corner > 1.0:
+            raise SimError(f"coefficient corner must lie between 0 and 1, got {self.corner!r}")
         object.__setattr__(self, "decode_token_s", self.layer_token_s + self.head_row_s)
+        object.__setattr__(self, "_sharp", self.corner == self.attention_wait_token_s == 0.0)
 
     def decode_seconds(self, num_decodes: int, context_tokens: int) -> float:
-        """Seconds of a step of `num_decodes` decodes that read `context_tokens` cached tokens in all.
-
-        With `num_decodes` fixed it is linear in `context_tokens` with slope `kv_read_token_s`.
-        """
+        """Seconds of a step of `num_decodes` decodes that read `context_tokens` cached tokens in all."""
         matmul_s = self.decode_token_s * num_decodes
-        if matmul_s < self.weight_read_s:  # noqa: PLR1730 - `max` takes as long as the whole rest
-            matmul_s = self.weight_read_s
-        return self.step_s + matmul_s + self.request_s * num_decodes + self.kv_read_token_s * context_tokens
+        attention_s = self.kv_read_token_s * context_tokens
+        if self._sharp:
+            if matmul_s < self.weight_read_s:  # noqa: PLR1730 - `max` takes as long as the whole rest
+                matmul_s = self.weight_read_s
+        else:
+            matmul_s = rounded_maximum(self.weight_read_s, matmul_s, self.corner)
+            attention_s = rounded_maximum(self._wait_s(num_decodes, context_tokens), attention_s, self.corner)
+        return self.step_s + matmul_s + self.request_s * num_decodes + attention_s
 
     def step_seconds(
         self,
@@ -134,20 +149,37 @@ class CostModel:
 
         `prefill_tokens` are the chunks' tokens; `prefill_pairs` their (query, key) pairs, summed over the chunks
         (`policies.core.plan`). Equal to `decode_seconds`, to the last bit, when the three are zero. With chunks the
-        step is no graph: launching it takes `launch_s`, begun `before_s` ago while the step before ran; what is left of
-        that hides behind the device's work, or is waited for. Nothing hides `prefill_step_s`.
+        step is no graph: launching it takes `launch_seconds`, begun `before_s` ago when the host became free
+        (`host_free_seconds`); what is left of that hides behind the device's work, or is waited for.
         """
-        matmul_s = (
+        if not num_prefills:
+            return self.decode_seconds(num_decodes, context_tokens)
+        arithmetic_s = (
             self.decode_token_s * num_decodes + self.layer_token_s * prefill_tokens + self.head_row_s * num_prefills
         )
-        if matmul_s < self.weight_read_s:  # noqa: PLR1730 - `max` takes as long as the whole rest
-            matmul_s = self.weight_read_s
-        num_requests = num_decodes + num_prefills
-        decode_s = self.step_s + matmul_s + self.request_s * num_requests + self.kv_read_token_s * context_tokens
+        attention_s = rounded_maximum(
+            self._wait_s(num_decodes, context_tokens), self.kv_read_token_s * context_tokens, self.corner
+        )
+        work_s = self.step_s + rounded_maximum(self.weight_read_s, arithmetic_s, self.corner)
+        work_s += self.request_s * (num_decodes + num_prefills) + attention_s + self.attention_pair_s * prefill_pairs
+        return max(work_s, self.launch_seconds(num_decodes) - before_s)
+
+    def _wait_s(self, num_decodes: int, context_tokens: int) -> float:
+        """Seconds to read the mean context in a row, or as much of it as one piece holds."""
+        return self.attention_wait_token_s * min(context_tokens / max(num_decodes, 1), SPLIT_TOKENS)
+
+    def launch_seconds(self, num_decodes: int) -> float:
+        """Seconds for which a step with prefill chunks keeps the host."""
+        return self.launch_s + (self.mixed_launch_s if num_decodes else 0.0)
+
+    def host_free_seconds(self, num_decodes: int, num_prefills: int, before_s: float, took_s: float) -> float:
+        """How long the host has been free when a step that took `took_s` ends: `before_s` of the next one.
+
+        It may launch the next one from this one's start on, but for what it then still had to launch of this one.
+        """
         if not num_prefills:
-            return decode_s
-        work_s = decode_s + self.attention_pair_s * prefill_pairs
-        return max(work_s, self.launch_s - before_s) + self.prefill_step_s
+            return took_s
+        return max(took_s - max(self.launch_seconds(num_decodes) - before_s, 0.0), 0.0)
 
     def compression_seconds(self, source_tokens: int, kept_tokens: int) -> float:
         """Seconds to compress one sequence from `source_tokens` to `kept_tokens`, alone on the GPU.
@@ -165,6 +197,17 @@ class CostModel:
         """Every coefficient with its unit, and where they came from: plain JSON for a run's manifest."""
         coefficients = {name: {"value": getattr(self, name), "unit": unit} for name, unit in COEFFICIENT_UNITS.items()}
         return {"gpu": self.gpu, "model": self.model, "source": self.source, "coefficients": coefficients}
+
+
+def rounded_maximum(first_s: float, second_s: float, corner: float) -> float:
+    """Two times that hide one another: `(a^(1/corner) + b^(1/corner))^corner`.
+
+    With corner 0 the longer, with 1 the sum.
+    """
+    longer, shorter = (first_s, second_s) if first_s > second_s else (second_s, first_s)
+    if corner < SHARPEST or shorter == 0.0:
+        return longer
+    return float(longer * (1.0 + (shorter / longer) ** (1.0 / corner)) ** corner)
 
 
 def roofline(
@@ -201,8 +244,10 @@ def roofline(
         request_s=efficiencies.request_overhead_s,
         kv_read_token_s=model.kv_bytes_per_token / (bandwidth * efficiencies.kv_read),
         attention_pair_s=model.attention_flops_per_pair / (flops * efficiencies.attention),
-        prefill_step_s=0.0,  # what a step without a graph costs more is in nobody's datasheet
+        attention_wait_token_s=0.0,  # these are in nobody's datasheet
+        corner=0.0,
         launch_s=0.0,
+        mixed_launch_s=0.0,
         compression_start_s=0.0,
         compression_launch_s=efficiencies.compression_launch_s,
         compression_source_token_s=source_s / efficiencies.compression,

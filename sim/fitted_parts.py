@@ -7,20 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.cost import CostModel
-from sim.measurements import PARTS, Table
-from sim.model_shape import Model
-from sim.nnls import nonnegative_least_squares
+from sim.measurements import Table
 from sim.profile import FitError
+from sim.robust import robust_linear
 from sim.step_times import step_seconds, together_seconds
 
 FloatArray = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Values = Mapping[str, float]
-MOST_ROUNDS = 6
-STEP_TERMS = (
-    "step_s", "weight_read_s", "product_flop_s", "request_s", "kv_read_token_s", "attention_pair_s", "prefill_step_s",
-    "launch_s",
-)  # fmt: skip
 COMPRESSION_TERMS = (
     "compression_start_s", "compression_launch_s", "compression_source_token_s", "compression_kept_token_s",
 )  # fmt: skip
@@ -63,90 +57,6 @@ def relative(part: Part, coefficients: Values) -> FloatArray:
 def stated(errors: Mapping[str, FloatArray]) -> dict[str, FitError]:
     """Mean, largest and number of the errors under each name that has some."""
     return {name: FitError(float(off.mean()), float(off.max()), len(off)) for name, off in errors.items() if len(off)}
-
-
-class Steps:
-    """Steps: linear but for the two places where one thing hides another.
-
-    Which rows wait for the weights and which for the arithmetic of the products, and which wait for their launches, is
-    searched for: rows are cut by their number of operations, steps with prefill by the time since they were planned.
-    """
-
-    def __init__(self, table: Table, model: Model) -> None:
-        self.table = table
-        self.measured = table["seconds"]
-        self._model = model
-        rows = table["decodes"] + table["prefill_tokens"]
-        heads = table["decodes"] + table["prefills"]
-        self._flops = model.layer_flops_per_token * rows + model.head_flops_per_row * heads
-        self._chunked = table["prefills"] > 0
-        self._launching = self.measured + table["before_s"]  # from when a step could be launched to its end
-
-    @property
-    def groups(self) -> Mapping[str, Mask]:
-        """See `Part`."""
-        parts = np.array(self.table.parts)
-        return {name: parts == name for name in PARTS}
-
-    def predicted(self, coefficients: Values) -> FloatArray:
-        """See `Part`."""
-        others = dict.fromkeys((*COMPRESSION_TERMS, "swap_launch_s", "swap_token_s"), 0.0)
-        shares = {"compression_share": 0.5, "compression_rate": 0.5}
-        steps = {name: value for name, value in coefficients.items() if name not in (*others, *shares)}
-        return step_seconds(cost_of({**steps, **others, **shares}), self.table.columns)
-
-    def fit(self, kept: Mask) -> dict[str, float]:
-        """See `Part`."""
-        flops = np.unique(self._flops[kept])
-        cuts = np.concatenate([(flops[1:] + flops[:-1]) / 2, [np.inf]])  # above it the arithmetic counts
-        times = np.unique(self._launching[kept & self._chunked])
-        waits = np.concatenate([[0.0], times])  # up to it a step with prefill waits for its launches
-        best, found = np.inf, {}
-        cut, wait = np.inf, 0.0
-        for _ in range(MOST_ROUNDS):
-            before = best
-            for candidate in cuts:
-                error, values = self._fit_cut(kept, float(candidate), wait)
-                if error < best:
-                    best, found, cut = error, values, float(candidate)
-            for candidate in waits:
-                error, values = self._fit_cut(kept, cut, float(candidate))
-                if error < best:
-                    best, found, wait = error, values, float(candidate)
-            if best >= before:
-                break
-        return found
-
-    def _fit_cut(self, kept: Mask, cut: float, wait: float) -> tuple[float, dict[str, float]]:
-        """Least squares with the rows so divided, and the error that the undivided model then has."""
-        table = self.table
-        arithmetic, launches = self._flops > cut, self._chunked & (self._launching <= wait)
-        works = ~launches
-        terms = np.stack(
-            [
-                works,
-                works & ~arithmetic,
-                self._flops * (works & arithmetic),
-                (table["decodes"] + table["prefills"]) * works,
-                table["context_tokens"] * works,
-                table["prefill_pairs"] * works,
-                self._chunked,
-                launches,
-            ],
-            axis=1,
-        ).astype(np.float64)
-        weighted = (terms / self.measured[:, None])[kept]
-        known = table["before_s"] * launches  # of the launch, that much was over when the step began
-        aim = (1.0 + known / self.measured)[kept]
-        values = dict(zip(STEP_TERMS, nonnegative_least_squares(weighted, aim), strict=True))
-        flop_s = float(values.pop("product_flop_s"))
-        found = {name: float(value) for name, value in values.items()}
-        found |= {
-            "layer_token_s": flop_s * self._model.layer_flops_per_token,
-            "head_row_s": flop_s * self._model.head_flops_per_row,
-        }
-        off = (self.predicted(found) / self.measured - 1.0)[kept]
-        return float((off**2).sum()), found
 
 
 class Compressions:
@@ -262,5 +172,5 @@ def _least(error: Callable[[float, float], float]) -> tuple[float, float]:
 
 
 def _linear(terms: FloatArray, measured: FloatArray, names: tuple[str, ...], kept: Mask) -> dict[str, float]:
-    found = nonnegative_least_squares((terms / measured[:, None])[kept], np.ones(int(kept.sum())))
+    found = robust_linear(terms[kept], measured[kept])
     return {name: float(value) for name, value in zip(names, found, strict=True)}

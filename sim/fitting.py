@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from sim.cost import Efficiencies
-from sim.fitted_parts import Beside, Compressions, Part, Steps, Swaps, Values, cost_of, errors, relative, stated
+from sim.fitted_parts import Beside, Compressions, Part, Swaps, Values, cost_of, errors, relative, stated
+from sim.fitted_steps import Steps
 from sim.hardware import gpu_of_card
 from sim.measurements import MeasurementError, Measurements
 from sim.model_shape import Model

@@ -1,6 +1,6 @@
 """Measured coefficients on disk: what a calibration writes and a simulation reads instead of the roofline.
 
-The format `zlab-profile/1` is described in docs/COST.md; a file is named `<gpu>-<model>-<dtype>.json`.
+The format `zlab-profile/2` is described in docs/COST.md; a file is named `<gpu>-<model>-<dtype>.json`.
 """
 
 import difflib
@@ -17,7 +17,8 @@ from sim.errors import SimError
 from sim.model_config import DTYPE_BYTES
 from sim.model_shape import Model
 
-FORMAT = "zlab-profile/1"
+FORMAT = "zlab-profile/2"
+OLD_FORMATS = ("zlab-profile/1",)  # without corner, attention_wait_token_s and mixed_launch_s
 PROFILES = Path(__file__).parent / "profiles"
 FIT_PARTS = ("decode", "prefill", "mixed", "compression", "overlap", "swap")
 SHAPE = ("num_layers", "hidden", "intermediate", "num_query_heads", "num_kv_heads", "head_dim", "vocab")
@@ -135,7 +136,8 @@ def load_profile(path: Path) -> Profile:
     keys = [item.name for item in fields(Profile)]
     body = _object(document, ["format", *keys], str(path))
     if body["format"] != FORMAT:
-        raise ProfileError(f"{path}: format is {body['format']!r}, this version reads {FORMAT!r}")
+        again = "; fit its measurements again (zlab calibrate --from FILE)" if body["format"] in OLD_FORMATS else ""
+        raise ProfileError(f"{path}: format is {body['format']!r}, this version reads {FORMAT!r}{again}")
     profile = Profile(
         **{key: _text(body[key], f"{path}: {key}") for key in ("gpu", "model", "card")},
         shape=_shape(body["shape"], f"{path}: shape"),

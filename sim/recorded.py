@@ -19,7 +19,7 @@ from policies.spec import policy_from_toml
 from sim.changing import Change
 from sim.cost import CostModel
 from sim.errors import SimError
-from sim.step_times import FloatArray, run_seconds, step_seconds
+from sim.step_times import FloatArray, host_free_before, run_seconds, step_seconds
 from traces.asked import read_asked
 from traces.recording import Recording, RecordingError
 from traces.workload import TraceRequest, Workload, WorkloadMeta
@@ -227,7 +227,7 @@ class RecordedRun:
         """What the model says that each of these very steps takes."""
         columns = {name: self.column(name).astype(np.float64) for name in PRICED}
         if self.planned_ahead:
-            columns["before_s"] = np.where(self._afresh, 0.0, np.concatenate([[0.0], self.busy_s[:-1]]))
+            columns["before_s"] = host_free_before(cost, columns, self.busy_s, self._afresh)
         work = step_seconds(cost, columns)
         compressions = np.zeros(len(work))
         for step, source, kept in self.compression_tasks:

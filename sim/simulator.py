@@ -70,6 +70,7 @@ class Simulation:
         self._inbox: list[TraceRequest] = []
         self._plan_ahead = plan_ahead
         self._planned_ns = 0  # with `plan_ahead`: when the coming step was planned; who came later is not in it
+        self._free_ns = 0  # with `plan_ahead`: from when on the host could launch the coming step
         self._arrived: simpy.Event | None = None  # what an idle loop waits for
         self._all_arrived = False
         self._now_ns = 0  # where the loop stands
@@ -126,12 +127,12 @@ class Simulation:
             plan = scheduler.plan(self._now_ns)
             if plan is None:
                 if self._inbox:  # nothing is under way: who came meanwhile is looked at now
-                    self._planned_ns = self._now_ns
+                    self._planned_ns = self._free_ns = self._now_ns
                     continue
                 if self._all_arrived and not self._pending:
                     return
                 yield self._something()
-                self._now_ns = self._planned_ns = int(env.now)
+                self._now_ns = self._planned_ns = self._free_ns = int(env.now)
                 continue
             self._steps.plan(plan)
             start_ns = self._now_ns
@@ -144,6 +145,7 @@ class Simulation:
                 self._now_ns += to_ns(self._seconds(plan))
             self._steps.ran(start_ns, self._now_ns)
             self._planned_ns = start_ns
+            self._free_ns = self._host_free_ns(plan, start_ns)
             scheduler.commit(plan, self._now_ns)
             self._collect()
 
@@ -159,8 +161,16 @@ class Simulation:
             return cost.decode_seconds(plan.num_decodes, plan.context_tokens) if plan.num_decodes else 0.0
         pairs = sum(chunk.pairs for chunk in chunks)
         counts = (plan.num_decodes, plan.context_tokens, plan.num_prefill_tokens, pairs, len(chunks))
-        before_s = (self._now_ns - self._planned_ns) / NS_PER_S if self._plan_ahead else 0.0
+        before_s = (self._now_ns - self._free_ns) / NS_PER_S if self._plan_ahead else 0.0
         return cost.step_seconds(*counts, before_s)
+
+    def _host_free_ns(self, plan: StepPlan, start_ns: int) -> int:
+        """From when on the host could launch what follows the step that has just ended."""
+        if not plan.prefills:
+            return start_ns
+        before_s, took_s = (start_ns - self._free_ns) / NS_PER_S, (self._now_ns - start_ns) / NS_PER_S
+        counts = plan.num_decodes, len(plan.prefills)
+        return self._now_ns - to_ns(self._cost.host_free_seconds(*counts, before_s, took_s))
 
     def _carry_out(self, plan: StepPlan) -> Process:
         """Let both streams do what the plan says; ends when the step ends."""
@@ -212,7 +222,7 @@ class Simulation:
         blocks = scheduler.advance(len(ends))
         if blocks:
             self._steps.quiet(first_step, first_context, self._now_ns, ends, blocks)
-            self._planned_ns = ends[len(blocks) - 2] if len(blocks) > 1 else self._now_ns
+            self._planned_ns = self._free_ns = ends[len(blocks) - 2] if len(blocks) > 1 else self._now_ns
             self._now_ns = ends[len(blocks) - 1]
         return bool(blocks)
 

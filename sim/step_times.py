@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core.policy import Join
-from sim.cost import CostModel
+from sim.cost import SHARPEST, SPLIT_TOKENS, CostModel
 
 FloatArray = npt.NDArray[np.float64]
 Columns = Mapping[str, npt.NDArray[np.float64]]
@@ -22,14 +22,44 @@ def step_seconds(cost: CostModel, steps: Columns) -> FloatArray:
     `steps` has columns `decodes`, `context_tokens`, `prefills`, `prefill_tokens`, `prefill_pairs` and, where steps are
     planned ahead, `before_s`.
     """
-    decodes, prefills = steps["decodes"], steps["prefills"]
+    decodes, prefills, context = steps["decodes"], steps["prefills"], steps["context_tokens"]
     products = cost.decode_token_s * decodes + cost.layer_token_s * steps["prefill_tokens"] + cost.head_row_s * prefills
-    seconds = cost.step_s + np.maximum(products, cost.weight_read_s) + cost.request_s * (decodes + prefills)
-    seconds = seconds + cost.kv_read_token_s * steps["context_tokens"]
-    launch = cost.launch_s - steps.get("before_s", np.zeros(len(decodes)))
-    chunked = np.maximum(seconds + cost.attention_pair_s * steps["prefill_pairs"], launch) + cost.prefill_step_s
+    in_a_row = cost.attention_wait_token_s * np.minimum(context / np.maximum(decodes, 1.0), SPLIT_TOKENS)
+    seconds = cost.step_s + _rounded_maximum(np.full(len(products), cost.weight_read_s), products, cost.corner)
+    seconds = seconds + cost.request_s * (decodes + prefills)
+    seconds = seconds + _rounded_maximum(in_a_row, cost.kv_read_token_s * context, cost.corner)
+    launch = launch_seconds(cost, decodes) - steps.get("before_s", np.zeros(len(decodes)))
+    chunked = np.maximum(seconds + cost.attention_pair_s * steps["prefill_pairs"], launch)
     found = np.where(prefills > 0, chunked, seconds)
     return np.asarray(np.where(decodes + prefills > 0, found, 0.0), dtype=np.float64)
+
+
+def _rounded_maximum(first_s: FloatArray, second_s: FloatArray, corner: float) -> FloatArray:
+    longer = np.maximum(first_s, second_s)
+    if corner < SHARPEST:
+        return longer
+    share = np.minimum(first_s, second_s) / np.maximum(longer, np.finfo(np.float64).tiny)
+    return np.asarray(longer * (1.0 + share ** (1.0 / corner)) ** corner)
+
+
+def launch_seconds(cost: CostModel, decodes: FloatArray) -> FloatArray:
+    """`CostModel.launch_seconds` of every step."""
+    return np.asarray(cost.launch_s + cost.mixed_launch_s * (decodes > 0))
+
+
+def host_free_before(cost: CostModel, steps: Columns, took_s: FloatArray, afresh: npt.NDArray[np.bool_]) -> FloatArray:
+    """`before_s` of steps one after the other, each planned while the one before ran: as a simulation counts it.
+
+    Before a step that begins `afresh` nobody was there to be served, and the host begins with the step.
+    """
+    found = np.zeros(len(took_s))
+    found[1:] = took_s[:-1]
+    found[afresh] = 0.0
+    for place in np.flatnonzero(steps["prefills"][:-1] > 0):
+        if not afresh[place + 1]:
+            counts = int(steps["decodes"][place]), int(steps["prefills"][place])
+            found[place + 1] = cost.host_free_seconds(*counts, float(found[place]), float(took_s[place]))
+    return found
 
 
 def together_seconds(

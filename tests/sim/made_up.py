@@ -23,8 +23,10 @@ TRUTH: dict[str, float] = {
     "request_s": 6e-6,
     "kv_read_token_s": 147_456 / 4.3e12,
     "attention_pair_s": MODEL.attention_flops_per_pair / 380e12,
-    "prefill_step_s": 0.6e-3,
-    "launch_s": 9e-3,
+    "attention_wait_token_s": 0.4e-6,
+    "corner": 0.4,
+    "launch_s": 14e-3,
+    "mixed_launch_s": 4e-3,
     "compression_start_s": 0.5e-3,
     "compression_launch_s": 30e-6,
     "compression_source_token_s": 0.15e-6,
@@ -54,13 +56,13 @@ def document(truth: dict[str, float], noise: float, seed: int, most_context: int
             pairs = number * prefill_pairs(chunks.prefix_blocks * BLOCK, count)
         counts = (decodes, context, number * count, pairs, number)
         before_s = cost.decode_seconds(decodes, context) if part == "mixed" else 0.0
-        if part == "prefill" and not rested:  # back to back: each is launched while one like it runs
-            half = (cost.launch_s + cost.prefill_step_s) / 2
-            before_s = max(cost.step_seconds(*counts, 1.0), half)
+        seconds = cost.step_seconds(*counts, before_s)
+        if part == "prefill" and not rested:  # back to back: the one before took as long, and kept the host as long
+            before_s = seconds
         return {
             "part": part, "decodes": decodes, "context_tokens": context, "prefills": number,
             "prefill_tokens": number * count, "prefill_pairs": pairs, "before_s": before_s,
-            "seconds": spread(cost.step_seconds(*counts, before_s)),
+            "seconds": spread(seconds),
         }  # fmt: skip
 
     steps = [

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.plan import prefill_pairs
-from sim.cost import COEFFICIENT_UNITS, CostModel, Efficiencies, roofline
+from sim.cost import COEFFICIENT_UNITS, SPLIT_TOKENS, CostModel, Efficiencies, roofline, rounded_maximum
 from sim.errors import SimError
 from sim.hardware import GPUS, MODELS, Gpu
 from sim.model_shape import Model
@@ -28,8 +29,10 @@ PLAIN = CostModel(
     request_s=0.125,
     kv_read_token_s=0.0625,
     attention_pair_s=0.03125,
-    prefill_step_s=8.0,
+    attention_wait_token_s=0.0,
+    corner=0.0,
     launch_s=100.0,
+    mixed_launch_s=8.0,
     compression_start_s=16.0,
     compression_launch_s=2.0,
     compression_source_token_s=0.5,
@@ -54,14 +57,43 @@ def test_a_large_decode_waits_for_the_arithmetic() -> None:
 
 def test_a_mixed_step_by_hand() -> None:
     # Arithmetic: 4 decodes x 0.75 + 200 x 0.5 + 2 x 0.25 = 103.5, above the 64 of the weights.
-    assert PLAIN.step_seconds(4, 32, 200, 64, 2) == 1 + 103.5 + 6 * 0.125 + 32 * 0.0625 + 64 * 0.03125 + 8
+    assert PLAIN.step_seconds(4, 32, 200, 64, 2) == 1 + 103.5 + 6 * 0.125 + 32 * 0.0625 + 64 * 0.03125
 
 
 def test_a_small_mixed_step_waits_for_its_launches() -> None:
-    # 1 + 64 + 2 x 0.125 + 1 = 66.25 of work on the device hide behind 100 of launches; 8 come on top
-    assert PLAIN.step_seconds(1, 16, 4, 0, 1) == 100 + 8
-    assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=20.0) == 80 + 8  # that much was over when it began
-    assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=40.0) == 66.25 + 8
+    # 1 + 64 + 2 x 0.125 + 1 = 66.25 of work on the device hide behind 100 of launches, 8 more with a decode
+    assert PLAIN.step_seconds(0, 0, 4, 0, 1) == 100
+    assert PLAIN.step_seconds(1, 16, 4, 0, 1) == 108
+    assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=20.0) == 88  # that much was over when it began
+    assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=60.0) == 66.25
+
+
+def test_the_host_is_free_when_it_has_launched() -> None:
+    assert PLAIN.host_free_seconds(9, 0, 0.0, 30.0) == 30  # a graph takes it no time
+    assert PLAIN.host_free_seconds(0, 1, 0.0, 100.0) == 0  # launched until the end
+    assert PLAIN.host_free_seconds(0, 1, 0.0, 250.0) == 150
+    assert PLAIN.host_free_seconds(1, 1, 20.0, 88.0) == 0
+    assert PLAIN.host_free_seconds(0, 1, 120.0, 66.25) == 66.25  # all was launched before it began
+
+
+def test_a_corner_by_hand() -> None:
+    assert rounded_maximum(3.0, 4.0, 0.5) == pytest.approx(5.0)  # of squares
+    assert rounded_maximum(3.0, 4.0, 1.0) == pytest.approx(7.0)
+    assert rounded_maximum(3.0, 4.0, 0.0) == rounded_maximum(4.0, 3.0, 0.0) == 4.0
+    assert rounded_maximum(0.0, 0.0, 0.5) == 0.0
+    assert rounded_maximum(3.0, 4.0, 0.0011) == pytest.approx(4.0)  # near the sharp one nothing jumps
+    soft = replace(PLAIN, corner=0.5, attention_wait_token_s=0.5)
+    # weights 64 and arithmetic 48 * 0.75 = 36; 16 tokens in a row 8, all 48 x 16 of them 48
+    expected = 1 + (64**2 + 36**2) ** 0.5 + 48 * 0.125 + (8**2 + 48**2) ** 0.5
+    assert soft.decode_seconds(48, 48 * 16) == pytest.approx(expected)
+    # of a long context a piece is read in a row
+    long = soft.decode_seconds(1, 4096) - soft.decode_seconds(1, 0)
+    assert long == pytest.approx(((0.5 * 1024) ** 2 + (0.0625 * 4096) ** 2) ** 0.5)
+
+
+def test_the_engine_reads_pieces_of_that_many_tokens_in_a_row() -> None:
+    source = Path(__file__).parents[2] / "engine" / "kernels" / "decode_plan.py"  # torch need not be here
+    assert f"\nSPLIT_TOKENS = {SPLIT_TOKENS}\n" in source.read_text("utf-8")
 
 
 def test_compression_and_swap_by_hand() -> None:
@@ -81,7 +113,7 @@ def test_two_chunks_have_the_pairs_of_the_whole() -> None:
 
 @given(COUNTS, COUNTS)
 def test_a_step_without_prefill_is_a_decode_step(num_decodes: int, context_tokens: int) -> None:
-    for model in (H200, PLAIN):
+    for model in (H200, PLAIN, replace(H200, corner=0.4, attention_wait_token_s=1e-6)):
         decode = model.decode_seconds(num_decodes, context_tokens)
         assert model.step_seconds(num_decodes, context_tokens, 0, 0, 0) == decode
 
@@ -150,8 +182,10 @@ def test_roofline_coefficients_by_hand() -> None:
         "request_s": 0.003,
         "kv_read_token_s": kv_bytes / 0.8e6,
         "attention_pair_s": 2 * 2 * 2 * 8 / 0.2e7,  # q.k and p.v, 2 operations each, 2 layers, 8 wide
-        "prefill_step_s": 0.0,
+        "attention_wait_token_s": 0.0,
+        "corner": 0.0,
         "launch_s": 0.0,
+        "mixed_launch_s": 0.0,
         "compression_start_s": 0.0,
         "compression_launch_s": 0.004,
         "compression_source_token_s": (kv_bytes / 1e6 + score_flops / 1e7) / 0.1,

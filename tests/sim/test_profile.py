@@ -113,7 +113,12 @@ def drop(*keys: str) -> Callable[[dict[str, Any]], None]:
         (put("coefficients", "step_s", "units", value="s"), r"step_s: unknown key 'units'; did you mean 'unit'"),
         (drop("coefficients", "swap_token_s"), "coefficients: missing 'swap_token_s'"),
         (drop("card"), "missing 'card'"),
-        (put("format", value="zlab-profile/2"), "format is 'zlab-profile/2', this version reads 'zlab-profile/1'"),
+        (put("format", value="zlab-profile/3"), "format is 'zlab-profile/3', this version reads 'zlab-profile/2'$"),
+        (
+            put("format", value="zlab-profile/1"),
+            r"format is 'zlab-profile/1', .*; fit its measurements again \(zlab calibrate --from FILE\)",
+        ),
+        (put("coefficients", "corner", "value", value=1.5), "corner must lie between 0 and 1, got 1.5"),
         (put("coefficients", "step_s", "unit", value="ms"), "step_s: unit is 'ms', expected 's per step'"),
         (
             put("coefficients", "step_s", "value", value=-1),

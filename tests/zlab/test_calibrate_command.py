@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.calibrate_grid import QUICK, Chunks
+from sim.cost import CostModel
 from sim.profile import load_profile
 from tests.sim.made_up import TRUTH, document
 from tests.zlab.command_line import errors, zlab
@@ -53,9 +54,9 @@ def test_measurements_of_a_gpu_become_its_profile(tmp_path: Path) -> None:
     replayed = zlab("replay", *small)
     assert replayed.exit_code == 0
     # alone: a step of 512 prompt tokens, then decodes that read 513 and more
-    products_s = 512 * TRUTH["layer_token_s"] + TRUTH["head_row_s"] + 512 * 513 // 2 * TRUTH["attention_pair_s"]
-    prefill_s = TRUTH["step_s"] + products_s + TRUTH["request_s"] + TRUTH["prefill_step_s"]
-    decode_s = TRUTH["step_s"] + TRUTH["weight_read_s"] + TRUTH["request_s"] + 523 * TRUTH["kv_read_token_s"]
+    cost = CostModel(gpu="h200", model="qwen3-8b", source="made up", **TRUTH)
+    prefill_s = cost.step_seconds(0, 0, 512, 512 * 513 // 2, 1)
+    decode_s = cost.decode_seconds(1, 523)
     found = json.loads(replayed.stdout)
     ahead = tmp_path / "ahead"
     assert zlab("replay", *small, "--out", str(ahead)).exit_code == 0
