@@ -160,8 +160,9 @@ class CostModel:
         attention_s = rounded_maximum(
             self._wait_s(num_decodes, context_tokens), self.kv_read_token_s * context_tokens, self.corner
         )
-        work_s = self.step_s + rounded_maximum(self.weight_read_s, arithmetic_s, self.corner)
-        work_s += self.request_s * (num_decodes + num_prefills) + attention_s + self.attention_pair_s * prefill_pairs
+        matmul_s = rounded_maximum(self.weight_read_s, arithmetic_s, self.corner)
+        work_s = self.step_s + matmul_s + self.request_s * (num_decodes + num_prefills) + attention_s
+        work_s += self.attention_pair_s * prefill_pairs
         return max(work_s, self.launch_seconds(num_decodes) - before_s)
 
     def _wait_s(self, num_decodes: int, context_tokens: int) -> float:

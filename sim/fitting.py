@@ -1,8 +1,9 @@
-"""From measurements to a profile: the cost model's coefficients by least squares of relative errors, none negative.
+"""From measurements to a profile: the cost model's coefficients by robust least squares of relative errors.
 
 What is fitted to what, and why in this order, stands in docs/COST.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +63,7 @@ def fit(measured: Measurements) -> Profile:
         coefficients=coefficients,
         fit_error=fit_error,
         held_out_error=held_out,
-        also=_also(measured, model, coefficients),
+        also=_also(measured, model, coefficients) | _median_errors(parts, coefficients),
     )
 
 
@@ -81,6 +82,18 @@ def _held_out(part: Part, coefficients: Values) -> dict[str, FitError]:
         if rows.any() and not rows.all():
             off[rows] = relative(part, {**coefficients, **part.fit(~rows)})[rows]
     return stated({name: off[mask & ~np.isnan(off)] for name, mask in part.groups.items()})
+
+
+def _median_errors(parts: Sequence[Part], coefficients: Values) -> dict[str, Figure]:
+    """The middle error of every part: unlike the mean it says nothing of cells that were disturbed."""
+    unit = "fraction of the measured time, median of the cells"
+    found = {}
+    for part in parts:
+        off = relative(part, coefficients)
+        for name, mask in part.groups.items():
+            if mask.any():
+                found[f"{name}_median_error"] = Figure(float(np.median(off[mask])), unit)
+    return found
 
 
 def _also(measured: Measurements, model: Model, coefficients: Values) -> dict[str, Figure]:

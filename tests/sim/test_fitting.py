@@ -18,8 +18,8 @@ from sim.step_times import step_seconds
 from tests.sim.made_up import MODEL, TRUTH, document
 
 WELL_KNOWN = {  # what a hundredth of noise may move, as a share; the others hide behind larger terms
-    "kv_read_token_s": 0.03, "layer_token_s": 0.03, "attention_pair_s": 0.06, "weight_read_s": 0.06,
-    "launch_s": 0.03, "compression_source_token_s": 0.03, "swap_token_s": 0.02,
+    "kv_read_token_s": 0.03, "layer_token_s": 0.03, "attention_pair_s": 0.06, "weight_read_s": 0.1,
+    "launch_s": 0.03, "mixed_launch_s": 0.08, "compression_source_token_s": 0.03, "swap_token_s": 0.02,
 }  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def test_a_disturbed_tenth_moves_nothing(seed: int) -> None:
     for part in ("decode", "prefill", "mixed", "compression"):
         off = profile.fit_error[part]
         assert off.mean_relative < 0.12  # of them half a disturbed tenth: their error is stated, not hidden
+        assert profile.also[f"{part}_median_error"].value < 0.012
     assert max(off.max_relative for off in profile.fit_error.values()) == pytest.approx(0.5, abs=0.03)
 
 
