@@ -91,9 +91,13 @@ class EngineLoop:
         assert self._told_ns == 0
         self._origin_ns = self._clock()
 
+    def clock_ns(self) -> int:
+        """Nanoseconds since the clock was started."""
+        return self._clock() - self._origin_ns
+
     def now_ns(self) -> int:
-        """Nanoseconds since the clock was started, never less than what the scheduler was last told."""
-        return max(self._clock() - self._origin_ns, self._told_ns)
+        """What the scheduler is told: `clock_ns`, or the estimated end of a step under way where that lies ahead."""
+        return max(self.clock_ns(), self._told_ns)
 
     def submit(
         self,
@@ -165,7 +169,7 @@ class EngineLoop:
             return False
         # Before execute: enqueuing belongs to the step, and without CUDA it is the step. By the clock itself: what the
         # scheduler has been told may lie ahead of it.
-        start_ns = self._clock() - self._origin_ns
+        start_ns = self.clock_ns()
         current = _UnderWay(plan, self._runner.execute(plan), start_ns)
         self._steps.plan(plan)
         self._under_way.append(current)
@@ -189,7 +193,7 @@ class EngineLoop:
         """The step has finished on the device: note its time and its tokens, and commit it if that was put off."""
         was_done = step.result.done
         tokens = step.result.tokens()
-        end_ns = self._clock() - self._origin_ns
+        end_ns = self.clock_ns()
         after_ns = step.result.ns_after(self._last_result) if was_done else None
         if after_ns is not None:  # nobody was there when it ended
             end_ns = min(end_ns, self._last_end_ns + after_ns)

@@ -136,7 +136,7 @@ class _Player:
         while True:
             while self._changes and self._changes[0][0] <= scheduler.next_step:
                 loop.replace_policy(self._changes.popleft()[1])
-            self._hand_in(loop.now_ns())
+            self._hand_in(loop.clock_ns())
             stepped = loop.step()
             self._num_ended += self._recorder.collect()
             if progress is not None:
@@ -144,7 +144,7 @@ class _Player:
             if stepped:
                 continue
             if self._pending:
-                left_s = (self._due_ns(self._pending[0][1]) - loop.now_ns()) / NS_PER_S
+                left_s = (self._due_ns(self._pending[0][1]) - loop.clock_ns()) / NS_PER_S
                 time.sleep(IDLE_S if scheduler.state.requests else min(max(left_s, 0.0), LONGEST_NAP_S))
             elif scheduler.state.requests:
                 time.sleep(IDLE_S)  # a compression is under way and nothing else is to do

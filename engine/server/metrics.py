@@ -90,7 +90,7 @@ class ServerMetrics(Observer):
         """Time to first token."""
         if entry.sequence is not None:
             arrival_ns = entry.sequence.request.arrival_ns
-            self._tallies[lane.name].first_token(arrival_ns, lane.engine.loop.now_ns())
+            self._tallies[lane.name].first_token(arrival_ns, lane.engine.loop.clock_ns())
 
     def ended(self, lane: Lane, entry: Entry) -> None:
         """Everything that is known at an output's end."""

@@ -110,7 +110,7 @@ class Serving:
             prompt,
             job.params,
             copy=entry.copy,
-            arrival_ns=max(lane.engine.loop.now_ns() - (time.perf_counter_ns() - job.arrived_ns), 0),
+            arrival_ns=max(lane.engine.loop.clock_ns() - (time.perf_counter_ns() - job.arrived_ns), 0),
             with_text=job.with_text,
             on_piece=self._listener(lane, entry),
         )

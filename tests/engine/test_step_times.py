@@ -1,19 +1,24 @@
 """When steps ended, as the engine's loop notes it: by the device's clock where nobody was looking."""
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from engine import replay as replaying
 from engine.build import build_engine
+from engine.runner import Runner
 from engine.step_result import StepResult
 from engine.submitting import submit
 from policies.core.plan import StepPlan
 from tests.engine.engine_cases import GREEDY, SMALL, prompt, request, tiny
 from traces.recording import to_table
+from traces.workload import Workload, WorkloadMeta
 
 MILLISECOND_NS = 1_000_000
 STEP_MS = 4
+META = WorkloadMeta(name="arrivals", source="here")
 
 
 @dataclass
@@ -27,8 +32,8 @@ class Device:
     def clock(self) -> int:
         return self.now_ns
 
-    def enqueue(self) -> "Ending":
-        self.free_ns = max(self.free_ns, self.now_ns) + STEP_MS * MILLISECOND_NS
+    def enqueue(self, took_ms: int = STEP_MS) -> "Ending":
+        self.free_ns = max(self.free_ns, self.now_ns) + took_ms * MILLISECOND_NS
         self.now_ns += (self.late_ms.pop(0) if self.late_ms else 0) * MILLISECOND_NS
         return Ending(self, self.free_ns)
 
@@ -72,3 +77,34 @@ def test_a_late_host_does_not_change_what_steps_take(late_ms: list[int]) -> None
     steps = to_table("steps", columns)
     took = (steps["end_s"].to_numpy() - steps["start_s"].to_numpy()) * 1e3
     assert took[1:] == pytest.approx(STEP_MS), "but for the first, which nothing came before"
+
+
+def test_nobody_is_handed_in_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long step the scheduler is told of a time that lies ahead; requests come by the clock all the same."""
+    device = Device()
+    execute = Runner.execute
+    handed: list[tuple[int, int]] = []
+
+    def timed(self: Runner, plan: StepPlan) -> StepResult:
+        result = execute(self, plan)
+        result.event = cast(Any, device.enqueue(40 if plan.prefills else STEP_MS))
+        return result
+
+    def noted(*arguments: Any, arrival_ns: int, **more: Any) -> Any:
+        handed.append((device.now_ns, arrival_ns))
+        return submit(*arguments, arrival_ns=arrival_ns, **more)
+
+    def nap(seconds: float) -> None:
+        device.now_ns += round(seconds * 1e9)
+
+    monkeypatch.setattr(Runner, "execute", timed)
+    monkeypatch.setattr(replaying, "submit", noted)
+    monkeypatch.setattr(replaying, "time", SimpleNamespace(sleep=nap))
+    arrivals = [0.0, *(0.041 + 0.003 * place for place in range(12))]
+    asked = [request(str(place), prompt(place, 9), 12, arrival_s=arrival_s) for place, arrival_s in enumerate(arrivals)]
+    replayed = replaying.replay(
+        Workload(asked, META), replace(SMALL, policy="full-kv"), loaded=tiny(), clock=device.clock
+    )
+    assert len(replayed.token_ids) == len(asked)
+    assert [arrival_ns for _, arrival_ns in handed] == [round(arrival_s * 1e9) for arrival_s in arrivals]
+    assert all(now_ns >= arrival_ns for now_ns, arrival_ns in handed)
