@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine import draw_choice, draws
+from engine import draw_choice, draws, filters
 from engine.attention import StepAttention
 from engine.cache import CacheShape, PagedCache
 from engine.config import ModelConfig, find_row
+from engine.filters import FilterSettings
 from engine.kernels.choice import find_kernels
 from engine.kernels.decode_plan import reserve_decode_workspace
 from engine.layers import StoreDestination
@@ -153,12 +154,27 @@ def time_sampling(batch: int, vocab: int, device: torch.device, graphs: bool) ->
     ones = torch.ones(batch, device=device)
     numbers = torch.arange(batch, device=device)
     settings = (0.6 * ones, ones, numbers, numbers)
+    top_p = FilterSettings(
+        numbers, top_k=torch.full_like(numbers, vocab), top_p=0.95 * ones, min_p=0.0 * ones, widest_k=0, sorts=True
+    )
+    # Beside flat logits some that fall as a language model's do, in which top-p keeps tens of tokens.
+    ranks = torch.rand(batch, vocab, device=device).argsort(dim=-1) + 1
+    peaked = (25.0 - 1.5 * ranks.float().log()).to(logits.dtype)
     ways: dict[str, Callable[[], object]] = {
         "argmax, torch": lambda: draws.most_probable(logits),
         "argmax, chosen": lambda: draw_choice.most_probable(logits),
         "draw, torch": lambda: draws.draw(logits, *settings),
         "draw, chosen": lambda: draw_choice.draw(logits, *settings),
     }
+    for name, values in (("flat", logits), ("peaked", peaked)):
+        ways |= {
+            f"top-p draw of {name}, torch": lambda values=values: draws.draw(  # type: ignore[misc]
+                values, *settings, filters.thresholds(values, settings[0], top_p)
+            ),
+            f"top-p draw of {name}, chosen": lambda values=values: draw_choice.draw(  # type: ignore[misc]
+                values, *settings, draw_choice.thresholds(values, settings[0], top_p)
+            ),
+        }
     return {name: milliseconds(way, graphs=graphs)[0] for name, way in ways.items()}
 
 

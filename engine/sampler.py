@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.draw_choice import draw, most_probable
+from engine.draw_choice import draw, most_probable, thresholds
 from engine.errors import SamplingError
+from engine.filters import FilterSettings
 from engine.kernels.hashing import mix
 from engine.penalties import TokenCounts
 from engine.sampling_params import SEED_BITS, SamplingParams
@@ -35,18 +36,6 @@ class RowSettings:
     noise: torch.Tensor
     seeds: torch.Tensor
     places: torch.Tensor
-
-
-@dataclass(frozen=True)
-class FilterSettings:
-    """Rows (int64) that have a filter, and theirs; `widest_k` is 0 when some row keeps more than `MOST_TOP_K`."""
-
-    rows: torch.Tensor
-    top_k: torch.Tensor  # int64, at least 1; the vocabulary where it is off
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    widest_k: int
-    sorts: bool  # some row asks for top-k or top-p, not for min-p alone
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class Sampler:
         else:
             threshold = None
             if plan.filters is not None:
-                threshold = self._threshold(penalised, settings.inverse_temperature, plan.filters)
+                threshold = thresholds(penalised, settings.inverse_temperature, plan.filters)
             token_ids = draw(
                 penalised,
                 settings.inverse_temperature,
@@ -164,14 +153,6 @@ class Sampler:
             wide[rows], settings.slots, settings.repetition, settings.presence, settings.frequency
         )
         return wide
-
-    def _threshold(
-        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, filters: FilterSettings
-    ) -> torch.Tensor:
-        scaled = logits[filters.rows].float() * inverse_temperature[filters.rows, None]
-        limits = filter_thresholds(scaled, filters)
-        everywhere = torch.full((logits.shape[0],), float("-inf"), device=logits.device)
-        return everywhere.index_copy_(0, filters.rows, limits)
 
     def _filters(self, params: Sequence[SamplingParams]) -> FilterSettings | None:
         rows = [row for row, item in enumerate(params) if item.filters]
@@ -224,33 +205,6 @@ class Sampler:
         if self.device.type == "cuda":
             return values.pin_memory().to(self.device, non_blocking=True)
         return values
-
-
-def filter_thresholds(scaled: torch.Tensor, filters: FilterSettings) -> torch.Tensor:
-    """The least scaled logit of every row that may still be drawn, `[rows]`, from `scaled [rows, vocab]` float32.
-
-    Top-k first; top-p then keeps the fewest of those, most probable first, whose probabilities (of the k kept) reach
-    p; min-p keeps what has at least that share of the most probable one's probability. Tokens that tie with the last
-    one kept are kept.
-    """
-    highest = scaled.amax(dim=-1)
-    limit = torch.where(filters.min_p > 0, highest + filters.min_p.log(), float("-inf"))
-    if not filters.sorts:
-        return limit
-    width = filters.widest_k or scaled.shape[-1]
-    ordered = scaled.topk(width, dim=-1).values if filters.widest_k else scaled.sort(dim=-1, descending=True).values
-    place = torch.arange(width, device=scaled.device)[None, :]
-    ordered = ordered.masked_fill(place >= filters.top_k[:, None], float("-inf"))
-    probabilities = torch.softmax(ordered, dim=-1)
-    # Wide enough that the order of a scan, which may depend on the batch, cannot move the border.
-    before = probabilities.double().cumsum(dim=-1) - probabilities
-    kept = (before < filters.top_p[:, None]) & (ordered > float("-inf"))
-    kept[:, 0] = True
-    last = kept.sum(dim=-1, keepdim=True) - 1
-    found = ordered.gather(-1, last).squeeze(-1)
-    # A row with min-p alone may stand in a selection that is narrower than all it keeps.
-    ranks = (filters.top_k < scaled.shape[-1]) | (filters.top_p < 1.0)
-    return torch.where(ranks, torch.maximum(limit, found), limit)
 
 
 def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.compression_pipeline import compress
+from engine.filters import FilterSettings
 from engine.kernels.batch import CompressionRequest
 from engine.kernels.choice import find_kernels
 from engine.kernels.decode_plan import reserve_decode_workspace
@@ -25,7 +26,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", t
 KERNELS = (
     "_first_pass", "_reduce_rows", "_second_pass", "_lightning_kernel", "_pairs_kernel", "_combine_kernel",
     "_random_kernel", "_select_kernel", "_compact_kernel", "_plan_kernel", "_split_kernel",
-    "_prefill_kernel", "_store_kernel",
+    "_prefill_kernel", "_store_kernel", "_threshold_kernel",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process")
@@ -95,6 +96,16 @@ def launch_everything() -> None:
     kernels.prefill_attention(queries, layer_k, layer_v, tables, ints[:64], ints, 0.1, queries)
     kernels.store(keys, keys, ints[:64], layer_k, layer_v, queries, ints[:64], window[0])
     kernels.store(keys, keys, ints[:64].long(), layer_k, layer_v)
+    find_borders()
+
+
+def find_borders() -> None:
+    """Of 176 rows of the vocabulary, as the head leaves them and as penalties do."""
+    fused_threshold = importlib.import_module("engine.fused_threshold")
+    floats, rows = torch.empty(176, device=META), torch.empty(176, dtype=torch.int64, device=META)
+    asked = FilterSettings(rows, top_k=rows, top_p=floats, min_p=floats, widest_k=0, sorts=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        fused_threshold.thresholds(torch.empty(176, 151_936, dtype=dtype, device=META), floats, asked)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from tests.engine.interpreter import passed_in_the_interpreter
 from tests.engine.kernel_cases import INTERPRETED
 
-MODULES = ("kernels_scores", "kernels_selection", "kernels_attention", "kernels_pipeline", "vectors")
+MODULES = ("kernels_scores", "kernels_selection", "kernels_attention", "kernels_pipeline", "thresholds", "vectors")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the outer process of the interpreter's tests")

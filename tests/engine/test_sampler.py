@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.draw_choice import thresholds
 from engine.draws import draw, exponentials, row_keys
 from engine.errors import SamplingError
+from engine.filters import FilterSettings
 from engine.kernels.hashing import mix
 from engine.penalties import TokenCounts
 from engine.sampler import Sampled, SamplePlan, Sampler, SampleRequest, request_seed
@@ -259,6 +261,19 @@ def test_rows_that_stay_are_laid_out_once_and_drawn_as_if_anew(monkeypatch: pyte
         for number, token in zip(numbers, drawn, strict=True):
             outputs[number].append(token)
     assert laid_out == [3, 2, 1, 2]
+
+
+def test_warming_up_finds_borders_in_the_logits_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step launches for temperature with top-p is launched once before: on CUDA it is compiled by that."""
+    seen: list[tuple[torch.dtype, int]] = []
+
+    def recorded(logits: torch.Tensor, inverse_temperature: torch.Tensor, settings: FilterSettings) -> torch.Tensor:
+        seen.append((logits.dtype, len(settings.rows)))
+        return thresholds(logits, inverse_temperature, settings)
+
+    monkeypatch.setattr("engine.sampler.thresholds", recorded)
+    StepSampler(40, CPU, lambda number: 0, max_penalised=1).warm_up(torch.zeros(2, 40, dtype=torch.bfloat16))
+    assert seen == [(torch.bfloat16, 2)]
 
 
 def test_seeds() -> None:
