@@ -78,11 +78,12 @@ class StepSampler:
         self._slots.pop(number, None)
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile and settle every way of drawing from `logits [rows, vocab]` that needs no penalties."""
-        self.most_probable(logits)
-        for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)):
-            rows = [SampleRequest(params, seed=0, place=0)] * len(logits)
-            self._sampler.sample(logits, self._sampler.plan(rows))
+        """Compile and settle every way of drawing from `logits [rows, vocab]`; penalised ones are float32."""
+        for drawn_from in (logits, logits.float()):
+            self.most_probable(drawn_from)
+            for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)):
+                rows = [SampleRequest(params, seed=0, place=0)] * len(logits)
+                self._sampler.sample(drawn_from, self._sampler.plan(rows))
 
     def plain(self, numbers: Sequence[int]) -> bool:
         """Whether every row takes its most probable token and nothing else is asked."""

@@ -263,8 +263,8 @@ def test_rows_that_stay_are_laid_out_once_and_drawn_as_if_anew(monkeypatch: pyte
     assert laid_out == [3, 2, 1, 2]
 
 
-def test_warming_up_finds_borders_in_the_logits_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step launches for temperature with top-p is launched once before: on CUDA it is compiled by that."""
+def test_warming_up_finds_borders_in_both_dtypes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step launches for temperature with top-p is launched before, also for penalised logits (float32)."""
     seen: list[tuple[torch.dtype, int]] = []
 
     def recorded(logits: torch.Tensor, inverse_temperature: torch.Tensor, settings: FilterSettings) -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_warming_up_finds_borders_in_the_logits_own_dtype(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("engine.sampler.thresholds", recorded)
     StepSampler(40, CPU, lambda number: 0, max_penalised=1).warm_up(torch.zeros(2, 40, dtype=torch.bfloat16))
-    assert seen == [(torch.bfloat16, 2)]
+    assert seen == [(torch.bfloat16, 2), (torch.float32, 2)]
 
 
 def test_seeds() -> None:
