@@ -16,11 +16,11 @@ from sim.cost import CostModel
 from sim.drift import Drift, Window
 from sim.drift import drift as compare
 from sim.hardware import gpu_of_card
-from sim.profile import ProfileError, find_profile, from_profile, open_profile
+from sim.profile import from_profile, open_profile
 from sim.recorded import RecordedRun
 from traces.load_distance import LoadDifference, compare_loads
 from zlab.drift_table import show_drift, show_loads, show_verdicts
-from zlab.judged import check_profile, roofline_of
+from zlab.judged import check_profile, own_profile, roofline_of
 from zlab.option_groups import with_groups
 from zlab.options import AsJson
 from zlab.outcome import WENT_WRONG, MisuseError
@@ -107,17 +107,11 @@ class Costs:
             if self.profile is not None:
                 raise MisuseError("--profile has measured costs: --gpu and --model name a roofline instead")
             return roofline_of(run, self.gpu or card, self.model), []
-        try:
-            found = (
-                find_profile(card, str(run.manifest["model"]), str(run.manifest["engine"]["dtype"]))
-                if self.profile is None
-                else open_profile(self.profile)
-            )
-        except ProfileError as error:
-            if self.profile is not None:
-                raise
-            return roofline_of(run, card, self.model), [f"{error}; costs are the roofline's"]
-        return from_profile(found), check_profile(found, run)
+        if self.profile is not None:
+            named = open_profile(self.profile)
+            return from_profile(named), check_profile(named, run)
+        own, notes = own_profile(run, "costs are the roofline's")
+        return (roofline_of(run, card, None) if own is None else from_profile(own)), notes
 
 
 @with_groups

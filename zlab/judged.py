@@ -7,7 +7,7 @@ from typing import Any
 from sim.cost import CostModel, roofline
 from sim.errors import SimError
 from sim.hardware import find_gpu, find_model, gpu_of_card
-from sim.profile import Profile, ProfileError, find_profile, from_profile, open_profile
+from sim.profile import Profile, find_profile, from_profile, open_profile
 from sim.ranking import kendall_tau
 from sim.recorded import RecordedRun
 from sim.trust import Trust, trust
@@ -43,18 +43,13 @@ def judge_run(
     `gpu` and `model` name other rows for the roofline. Raises RecordingError, SimError, ProfileError or MisuseError.
     """
     run = recorded_run(folder)
-    card, notes = gpu_of_card(str(run.manifest["gpu"])), []
-    dtype = str(run.manifest["engine"]["dtype"])
-    found: Profile | None = None
+    found: Profile | None
     if name is not None:
         found = open_profile(name)
+        notes = check_profile(found, run)
     else:
-        try:
-            found = find_profile(card, str(run.manifest["model"]), dtype)
-        except ProfileError as error:
-            notes.append(f"{error}; the roofline is judged instead")
-    if found is not None:
-        notes += check_profile(found, run)
+        found, notes = own_profile(run, "the roofline is judged instead")
+    card = gpu_of_card(str(run.manifest["gpu"]))
     guess = roofline_of(run, gpu or card, model) if with_roofline or found is None else None
     return Judged(
         folder=folder,
@@ -63,6 +58,19 @@ def judge_run(
         with_roofline=None if guess is None else trust(run, guess),
         notes=tuple(notes),
     )
+
+
+def own_profile(run: RecordedRun, otherwise: str) -> tuple[Profile | None, list[str]]:
+    """The profile of a recording's own card, model and dtype, with what to say about it.
+
+    None where nobody has measured that, or with other blocks or another window; why, and what happens `otherwise`.
+    """
+    card, manifest = gpu_of_card(str(run.manifest["gpu"])), run.manifest
+    try:
+        found = find_profile(card, str(manifest["model"]), str(manifest["engine"]["dtype"]))
+        return found, check_profile(found, run)
+    except SimError as error:
+        return None, [f"{error}; {otherwise}"]
 
 
 def check_profile(profile: Profile, run: RecordedRun) -> list[str]:

@@ -66,6 +66,17 @@ def test_gates_hold_live_against_the_prediction(tmp_path: Path, slow: str) -> No
     assert zlab("drift", slow, *ROOFLINE, "--within", "50%", "--gates", str(gates)).exit_code == 0
 
 
+def test_a_profile_of_other_blocks_is_passed_over_unless_it_is_named(as_predicted: str) -> None:
+    """The card and model of this run have been measured, but with blocks of 256: by default the roofline is taken."""
+    done = zlab("drift", as_predicted, "--within", "0.1%")
+    assert done.exit_code == 0, done.output
+    words = " ".join((done.stdout + done.stderr).split())
+    assert "block size 256, recorded with 16; costs are the roofline's" in words
+    named = zlab("drift", as_predicted, "--profile", "h200-qwen3-8b-bfloat16")
+    assert named.exit_code == 2
+    assert "does not belong to" in errors(named)
+
+
 def test_a_candidate_is_predicted_instead(as_predicted: str) -> None:
     done = zlab("drift", as_predicted, *ROOFLINE, "--policy", "full-kv", "--within", "1000%")
     assert "in the prediction under full-kv" in " ".join(done.stdout.split())
