@@ -7,10 +7,9 @@ import torch
 
 from engine.attention import PrefillInputs
 from engine.cache import CacheShape
+from engine.kernels.batch import aligned
 from engine.transfer import moved
 from policies.core.plan import PrefillChunk
-
-ALIGNED = 4  # int32 values: Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes
 
 TokenIds = Callable[[int, int], Sequence[int]]  # request number, how many -> its first ids, prompt and output
 
@@ -43,7 +42,7 @@ def prefill_inputs(
     for row, chunk in enumerate(chunks):
         tables[row, : len(chunk.request.table)] = chunk.request.table
     tokens = np.concatenate([np.concatenate(part) for part in (ids, positions, slots, windows)])
-    counts, places = _aligned([np.asarray(lengths), np.asarray(starts), tables.ravel()])
+    counts, places = _packed([np.asarray(lengths), np.asarray(starts), tables.ravel()])
     wide = moved(torch.from_numpy(tokens), device).view(4, -1)
     narrow = moved(torch.from_numpy(counts.astype(np.int32)), device)
     lengths_on, starts_on, tables_on = (narrow[place] for place in places)
@@ -73,13 +72,13 @@ def nothing_to_store(num_tokens: int, block_size: int, device: torch.device) -> 
     )
 
 
-def _aligned(sections: Sequence[np.ndarray]) -> tuple[np.ndarray, list[slice]]:
-    """The sections one behind the other, each from a multiple of `ALIGNED` on, and where each is."""
+def _packed(sections: Sequence[np.ndarray]) -> tuple[np.ndarray, list[slice]]:
+    """The sections one behind the other, each aligned (`engine.kernels.batch.aligned`), and where each is."""
     places = []
     start = 0
     for section in sections:
         places.append(slice(start, start + len(section)))
-        start += -(-len(section) // ALIGNED) * ALIGNED
+        start += aligned(len(section))
     whole = np.zeros(start, dtype=np.int64)
     for section, place in zip(sections, places, strict=True):
         whole[place] = section

@@ -101,7 +101,7 @@ def lay_out(requests: Sequence[CompressionRequest], block_size: int, storage: to
     starts: list[int] = []
     for values, _ in sections:
         starts.append(len(flat))
-        flat += values + [PAD] * (_aligned(len(values)) - len(values))
+        flat += values + [PAD] * (aligned(len(values)) - len(values))
     host = torch.tensor(flat, dtype=torch.int32)
     if storage.is_cuda:
         host = host.pin_memory()
@@ -150,5 +150,6 @@ def _padded(tables: list[tuple[int, ...]], width: int) -> list[int]:
     return [block for table in tables for block in (*table, *[PAD] * (width - len(table)))]
 
 
-def _aligned(count: int) -> int:
+def aligned(count: int) -> int:
+    """Room for so many int32 values, what comes behind them aligned: Triton compiles anew for a pointer that is not."""
     return -(-count // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
