@@ -15,6 +15,12 @@ def graph_sizes(max_requests: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in steps if size <= max_requests}))
 
 
+def product_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of rows up to `most`, close enough to meet every kernel that cuBLAS has for a product of so many."""
+    steps = [1, *range(8, 256, 8), *range(256, 1024, 32), *range(1024, 4096, 128), *range(4096, most, 512), most]
+    return tuple(sorted({size for size in steps if size <= most}))
+
+
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph

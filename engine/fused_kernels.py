@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.triton_common import power_of_2
 from engine.layers import HeadShape, StoreDestination
 
 MOST_HEADS = 8  # that one program takes
@@ -175,7 +176,7 @@ def add_norm(delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     normed = torch.empty_like(residual)
     if num_rows == 0:
         return normed
-    tile = triton.next_power_of_2(width)
+    tile = power_of_2(width)
     _add_norm_kernel[(num_rows,)](
         delta, residual, weight, normed, _split_stride(delta), eps,
         NUM_SPLITS=_num_splits(delta), WIDTH=width, TILE=tile, num_warps=8 if tile >= 4096 else 4,
@@ -215,7 +216,7 @@ def store_heads(
         _split_stride(merged), *place.cache_k.stride()[:3], *place.cache_v.stride()[:3],
         *(window.stride()[:3] if window is not None else (0, 0, 0)), shape.eps,
         NUM_SPLITS=_num_splits(merged), NUM_QUERY_HEADS=shape.num_query_heads, NUM_KV_HEADS=shape.num_kv_heads,
-        HEAD_DIM=shape.head_dim, HALF_TILE=triton.next_power_of_2(shape.head_dim // 2), HEADS=heads,
+        HEAD_DIM=shape.head_dim, HALF_TILE=power_of_2(shape.head_dim // 2), HEADS=heads,
         BLOCK_SIZE=place.cache_k.shape[1], WINDOW=window.shape[1] if window is not None and stores_window else 0,
         HAS_BIAS=bias is not None, HAS_NORM=query_norm is not None, num_warps=max(1, heads // 2),
     )  # fmt: skip
@@ -227,8 +228,8 @@ def gated(gate_up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     num_rows, width = gate_up.shape[-2], gate_up.shape[-1] // 2
     output = torch.empty(num_rows, width, dtype=dtype, device=gate_up.device)
     if num_rows:
-        tile = min(GATED_TILE, triton.next_power_of_2(width))
-        _gated_kernel[(num_rows, triton.cdiv(width, tile))](
+        tile = min(GATED_TILE, power_of_2(width))
+        _gated_kernel[(num_rows, -(-width // tile))](
             gate_up, output, _split_stride(gate_up),
             WIDTH=width, NUM_SPLITS=_num_splits(gate_up), TILE=tile, num_warps=4,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Any other decoder that transformers has, as it is, with its attention answered by the engine's paged cache."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,12 @@ class HuggingFaceModel:
         """See `LanguageModel.logits`."""
         logits: torch.Tensor = self._head(hidden)
         return logits[:, : self.config.vocab_size]
+
+    def warm_up(self, token_counts: Sequence[int], row_counts: Sequence[int]) -> None:
+        """See `LanguageModel.warm_up`: the head alone; transformers' layers cannot be run one by one."""
+        model = self._model
+        for count in row_counts:
+            self._head(torch.zeros(count, self.config.hidden_size, dtype=model.dtype, device=model.device))
 
     @torch.inference_mode()
     def _probe(self) -> None:

@@ -81,7 +81,6 @@ class EngineLoop:
         self._under_way: deque[_UnderWay] = deque()
         self._num_may_stop = 0
         self._last_end_ns = 0
-        self._last_result: StepResult | None = None
         self._step_ns = 0
         self._told_ns = 0
 
@@ -194,11 +193,10 @@ class EngineLoop:
         was_done = step.result.done
         tokens = step.result.tokens()
         end_ns = self.clock_ns()
-        after_ns = step.result.ns_after(self._last_result) if was_done else None
-        if after_ns is not None:  # nobody was there when it ended
-            end_ns = min(end_ns, self._last_end_ns + after_ns)
-        self._last_result = step.result
         start_ns = max(step.start_ns, self._last_end_ns)
+        taken_ns = step.result.device_ns() if was_done else None
+        if taken_ns is not None:  # nobody was there when it ended
+            end_ns = min(end_ns, start_ns + taken_ns)
         self._steps.ran(start_ns, max(end_ns, start_ns))
         self._step_ns = max(end_ns - start_ns, 0)
         self._last_end_ns = max(end_ns, start_ns)

@@ -1,6 +1,6 @@
 """The own decoder of the Llama, Qwen2 and Qwen3 families: merged projections, packed tokens, attention from outside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,13 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, vocab]` in the model's dtype, on every process of a parallel group."""
+
+    def warm_up(self, token_counts: Sequence[int], row_counts: Sequence[int]) -> None:
+        """Load the kernels for steps of so many tokens and for logits of so many rows, as far as can be done cheaply.
+
+        Matrix products have other kernels for other numbers of rows, and a kernel's first launch waits until the device
+        has done all that it was given.
+        """
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,17 @@ class Decoder:
         part = self.steps.head(hidden, self.weights.head)
         return self.parallel.join_columns(part)[:, : self.config.vocab_size]
 
+    def warm_up(self, token_counts: Sequence[int], row_counts: Sequence[int]) -> None:
+        """See `LanguageModel.warm_up`: all layers are of one shape, so it runs one, and the head."""
+        layer, hidden_size, like = self.weights.layers[0], self.config.hidden_size, self.weights.embedding
+        for count in token_counts:
+            delta = like.new_zeros(count, hidden_size)
+            positions = torch.zeros(count, dtype=torch.int64, device=like.device)
+            attended, residual = self.steps.attention(0, layer, delta, delta.clone(), positions, _Unanswered())
+            self.steps.feed_forward(layer, self.steps.project(layer, attended), residual)
+        for count in row_counts:
+            self.steps.head(like.new_zeros(count, hidden_size), self.weights.head)
+
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
             return embedding(token_ids, self.weights.embedding)
@@ -109,3 +127,10 @@ class Decoder:
         if delta.dim() == 3:  # splits of a product; sent as one, in the model's dtype
             delta = delta.sum(dim=0).to(self.weights.embedding.dtype)
         return self.parallel.sum(delta)
+
+
+class _Unanswered:
+    """An `AttentionContext` that keeps nothing and gives the queries back."""
+
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return queries

@@ -7,7 +7,7 @@ import torch
 from engine.attention import PrefillInputs, StepAttention
 from engine.cache import PagedCache
 from engine.compressing import CompressionStream, check_settings, settings_for
-from engine.decode_graphs import DecodeGraphs, graph_sizes
+from engine.decode_graphs import DecodeGraphs, graph_sizes, product_sizes
 from engine.kernels.contract import Kernels
 from engine.kernels.decode_plan import reserve_decode_workspace
 from engine.model import LanguageModel
@@ -16,7 +16,7 @@ from engine.reserved import Reserved
 from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows, advance
 from engine.sampling import StepSampler
 from engine.scorers import CompressionSettings
-from engine.step_result import StepResult, brought_to_host
+from engine.step_result import StepResult, brought_to_host, mark
 from engine.swapping import HostSwap
 from engine.transfer import sent
 from policies.core.limits import Limits
@@ -91,6 +91,7 @@ class Runner:
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> StepResult:
+        begun = mark(self._device)
         self._swap.join()
         failed = self._run_compressions(plan)
         self._run_swaps(plan)
@@ -99,7 +100,7 @@ class Runner:
         self._update_members(plan)
         self._start_rows(plan)
         self._rows.upload()
-        result = self._run(plan)
+        result = self._run(plan, begun)
         result.failed |= failed
         return result
 
@@ -153,6 +154,7 @@ class Runner:
             prefill = nothing_to_store(num_tokens, limits.block_size, self._device)
             rows = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._sampler.warm_up(self._forward(self._decode_inputs(padding), prefill, rows, 0))
+        self._model.warm_up(product_sizes(limits.max_batched_tokens), product_sizes(limits.max_running))
 
     # parts of a step
 
@@ -215,7 +217,7 @@ class Runner:
                 self._rows.set(row, LENGTH, chunk.request.prefill_until + 1)
                 self._set_holdings(chunk.request, row)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, begun: torch.cuda.Event | None) -> StepResult:
         members = self._members if plan.num_decodes else []
         ending = [chunk.request for chunk in plan.prefills if chunk.last and chunk.request.target_tokens]
         numbers = [request.number for request in (*members, *ending)]
@@ -223,7 +225,7 @@ class Runner:
         if not plan.num_decodes and not plan.prefills:
             return StepResult([])
         tokens = self._run_mixed(plan, members, ending) if plan.prefills else self._run_decodes(plan, numbers)
-        return brought_to_host(numbers, tokens, self._sampler.logprobs)
+        return brought_to_host(numbers, tokens, self._sampler.logprobs, begun)
 
     def _run_mixed(self, plan: StepPlan, members: Sequence[Request], ending: Sequence[Request]) -> torch.Tensor:
         prefill = prefill_inputs(plan.prefills, self.token_ids, self._cache.shape, self._device)

@@ -10,10 +10,14 @@ from engine.sampling import TokenLogprobs, row_of
 
 @dataclass
 class StepResult:
-    """Tokens of one step, perhaps still on their way to the host: `numbers[i]` is the request that got `tokens[i]`."""
+    """Tokens of one step, perhaps still on their way to the host: `numbers[i]` is the request that got `tokens[i]`.
+
+    The device passes `begun` when it begins with the step and `event` when the tokens are on the host.
+    """
 
     numbers: list[int]
     host: torch.Tensor | None = None
+    begun: torch.cuda.Event | None = None
     event: torch.cuda.Event | None = None
     failed: dict[int, str] = field(default_factory=dict)
     host_logprobs: Logprobs | None = None  # where some request asked
@@ -23,11 +27,11 @@ class StepResult:
         """Whether the device has finished the step; asks, does not wait."""
         return self.event is None or self.event.query()
 
-    def ns_after(self, before: "StepResult | None") -> int | None:
-        """How long after another step this one ended, by the device's clock; both have. None without such a clock."""
-        if self.event is None or before is None or before.event is None:
+    def device_ns(self) -> int | None:
+        """How long the device took for the step, which is done; None where there is no such clock."""
+        if self.event is None or self.begun is None:
             return None
-        milliseconds: float = before.event.elapsed_time(self.event)
+        milliseconds: float = self.begun.elapsed_time(self.event)
         return round(milliseconds * 1e6)
 
     def tokens(self) -> list[int]:
@@ -42,16 +46,25 @@ class StepResult:
         return None if self.host_logprobs is None else row_of(self.host_logprobs, row, num_top)
 
 
-def brought_to_host(numbers: list[int], tokens: torch.Tensor, logprobs: Logprobs | None) -> StepResult:
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """An event that is timed, at this place of the current stream; None without CUDA."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def brought_to_host(
+    numbers: list[int], tokens: torch.Tensor, logprobs: Logprobs | None, begun: torch.cuda.Event | None
+) -> StepResult:
     """Start to bring a step's tokens to the host, behind everything that it has enqueued on the current stream."""
     if not tokens.is_cuda:
         return StepResult(numbers, tokens, host_logprobs=logprobs)
     host = _pinned(tokens)
     if logprobs is not None:
         logprobs = Logprobs(*map(_pinned, (logprobs.chosen, logprobs.chosen_rank, logprobs.top_ids, logprobs.top)))
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return StepResult(numbers, host, event, host_logprobs=logprobs)
+    return StepResult(numbers, host, begun, mark(tokens.device), host_logprobs=logprobs)
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.batch import CompressionBatch
-from engine.kernels.triton_common import Launch, check_cache
+from engine.kernels.triton_common import Launch, check_cache, power_of_2
 from engine.kernels.workspace import Scratch
 
 LAUNCH = Launch(tile=64, num_warps=4)  # rows of K and of V in flight per program
@@ -120,7 +120,7 @@ def compact(
         batch.num_requests, batch.block_tables.shape[1], batch.target_blocks.shape[1],
         scratch.global_score.shape[3], scratch.keep_index.shape[3],
         *cache_k.stride()[:4], *cache_v.stride()[:4], *scores.stride(),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=triton.next_power_of_2(head_dim),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=power_of_2(head_dim),
         BLOCK_SIZE=block_size, TILE=LAUNCH.tile, WITH_HISTORY=history is not None,
         **LAUNCH.options(),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from engine.kernels.decode_plan import DecodePlan, DecodeWorkspace
 from engine.kernels.errors import KernelInputError
-from engine.kernels.triton_common import Launch, check_cache, dot_precision, padded, row_offsets
+from engine.kernels.triton_common import Launch, check_cache, dot_precision, padded, power_of_2, row_offsets
 
 LAUNCH = Launch(tile=64, num_warps=4, num_stages=3)
 # On an H200 a step of 128 or 256 requests is 1 % shorter, but 7 % longer where such a tile spans several blocks.
@@ -21,6 +21,7 @@ WIDE_LAUNCH = Launch(tile=128, num_warps=4, num_stages=2)
 LOG2_E = 1.4426950408889634
 ITEM_WIDTH = tl.constexpr(4)  # request, its first place for partial results, split, length
 NO_ROOM = tl.constexpr(-1)  # as a split
+NUM_CLASSES = 4  # of last splits by length; on an H200 a step of 64 or 128 requests is 2 % shorter than with one
 
 
 @triton.jit(do_not_specialize=["num_requests", "most_rows", "most_splits"])
@@ -35,8 +36,12 @@ def _plan_kernel(
     SPLIT: tl.constexpr,
     REQUESTS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    NUM_CLASSES: tl.constexpr,
 ) -> None:
-    """One program lays out all items: whole splits first, by request, then every request's last, shorter one."""
+    """One program lays out all items: whole splits first, then every request's last, shorter one, by class of length.
+
+    Programs start in this order, so the shortest fill the end of a launch.
+    """
     request = tl.arange(0, REQUESTS)
     known = request < num_requests
     length = tl.load(lengths + request, mask=known, other=0)
@@ -58,12 +63,17 @@ def _plan_kernel(
         tl.store(row + 1, first, mask=present)
         tl.store(row + 2, tl.zeros_like(request) + split, mask=present)
         tl.store(row + 3, length, mask=present)
-    row = items + (num_whole + tl.cumsum(rest, axis=0) - rest) * ITEM_WIDTH
-    present = rest > 0
-    tl.store(row, request, mask=present)
-    tl.store(row + 1, first, mask=present)
-    tl.store(row + 2, tl.where(has_room, whole, NO_ROOM), mask=present)
-    tl.store(row + 3, length, mask=present)
+    shorter = tl.where(has_room, length % SPLIT, 0) * NUM_CLASSES // SPLIT
+    begin = num_whole
+    for step in tl.static_range(NUM_CLASSES):
+        here = rest * (shorter == NUM_CLASSES - 1 - step).to(tl.int32)
+        row = items + (begin + tl.cumsum(here, axis=0) - here) * ITEM_WIDTH
+        present = here > 0
+        tl.store(row, request, mask=present)
+        tl.store(row + 1, first, mask=present)
+        tl.store(row + 2, tl.where(has_room, whole, NO_ROOM), mask=present)
+        tl.store(row + 3, length, mask=present)
+        begin += tl.sum(here, axis=0)
     for head in tl.static_range(NUM_KV_HEADS):
         tl.store(tickets + request * NUM_KV_HEADS + head, tl.zeros_like(request), mask=known)
 
@@ -253,8 +263,8 @@ def plan_decodes(lengths: torch.Tensor, workspace: DecodeWorkspace, most_tokens:
     num_kv_heads = workspace.tickets.shape[1]
     _plan_kernel[(1,)](
         lengths, num_rows, items, workspace.tickets, num_requests, rows, workspace.partial_output.shape[0],
-        SPLIT=workspace.split_tokens, REQUESTS=triton.next_power_of_2(num_requests), NUM_KV_HEADS=num_kv_heads,
-        num_warps=4,
+        SPLIT=workspace.split_tokens, REQUESTS=power_of_2(num_requests), NUM_KV_HEADS=num_kv_heads,
+        NUM_CLASSES=NUM_CLASSES, num_warps=4,
     )  # fmt: skip
     return DecodePlan(lengths, num_rows, items)
 

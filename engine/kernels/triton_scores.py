@@ -14,7 +14,15 @@ import triton.language as tl
 
 from engine.kernels.batch import CompressionBatch
 from engine.kernels.errors import KernelInputError
-from engine.kernels.triton_common import Launch, check_cache, dot_precision, load_keys, padded, row_offsets
+from engine.kernels.triton_common import (
+    Launch,
+    check_cache,
+    dot_precision,
+    load_keys,
+    padded,
+    power_of_2,
+    row_offsets,
+)
 from engine.kernels.triton_lightning import lightning_redundancy
 from engine.kernels.workspace import Scratch, score_tile
 
@@ -302,7 +310,7 @@ def attention_score(
     _reduce_rows[(num_kv_heads, num_layers * batch.num_requests)](
         scratch.row_max, scratch.row_sum, scratch.row_normaliser, batch.num_blocks,
         batch.num_requests, scratch.row_max.shape[3],
-        NUM_KV_HEADS=num_kv_heads, ROWS=group * window, PAD_ROWS=triton.next_power_of_2(group * window),
+        NUM_KV_HEADS=num_kv_heads, ROWS=group * window, PAD_ROWS=power_of_2(group * window),
         BLOCK_SIZE=block_size, SPAN=span, num_warps=2,
     )  # fmt: skip
     prior = history if history is not None else scratch.global_score  # never read without a history
@@ -322,5 +330,4 @@ def attention_score(
 
 def _members(group: int, window: int) -> int:
     """Query heads multiplied at once: as many as fill `SOFTMAX_ROWS`, and at least one."""
-    power: int = triton.next_power_of_2(group)
-    return min(power, max(1, SOFTMAX_ROWS // padded(window)))
+    return min(power_of_2(group), max(1, SOFTMAX_ROWS // padded(window)))

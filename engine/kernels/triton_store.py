@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.triton_common import power_of_2
+
 
 @triton.jit
 def _store_row(
@@ -129,6 +131,6 @@ def store(
         NUM_KV_HEADS=num_kv_heads,
         NUM_QUERY_HEADS=q.shape[1],
         HEAD_DIM=head_dim,
-        TILE=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
+        TILE=min(1024, power_of_2(num_kv_heads * head_dim)),
         num_warps=4,
     )  # fmt: skip
