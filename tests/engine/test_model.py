@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from engine.config import config_from_hf, read_json
+from engine.layers import AttentionContext, HeadShape, LayerWeights
 from engine.model import Decoder
 from engine.parallel import Parallel
 from engine.torch_layers import TorchSteps
@@ -109,3 +110,64 @@ def test_layers_compile_without_a_graph_break(tmp_path: Path) -> None:
             context.begin([(0, count)])
             logits.append(model.logits(model.forward(random_ids(7, count), torch.arange(count), context)))
         torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
+class Recorder(TorchSteps):
+    """Plain steps that note what ran, with which weight and how many rows."""
+
+    def __init__(self, shape: HeadShape, table: torch.Tensor) -> None:
+        super().__init__(shape, table)
+        self.ran: list[tuple[str, torch.Tensor, int]] = []
+
+    def attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        delta: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert len(delta) == len(residual) == len(positions)
+        assert delta.data_ptr() != residual.data_ptr(), "a step may overwrite its residual"
+        self.ran.append(("attention", layer.qkv, len(delta)))
+        return super().attention(index, layer, delta, residual, positions, context)
+
+    def project(self, layer: LayerWeights, attended: torch.Tensor) -> torch.Tensor:
+        self.ran.append(("project", layer.output, len(attended)))
+        return super().project(layer, attended)
+
+    def feed_forward(
+        self, layer: LayerWeights, delta: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.ran.append(("feed_forward", layer.gate_up, len(delta)))
+        return super().feed_forward(layer, delta, residual)
+
+    def head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self.ran.append(("head", weight, len(hidden)))
+        return super().head(hidden, weight)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_warming_up_runs_every_product_once_a_count_and_leaves_no_trace(kind: str, tmp_path: Path) -> None:
+    save_tiny(kind, tmp_path)
+    plain, fresh = load(tmp_path), load(tmp_path)
+    made: list[Recorder] = []
+
+    def make_steps(shape: HeadShape, table: torch.Tensor) -> Recorder:
+        made.append(Recorder(shape, table))
+        return made[0]
+
+    decoder = Decoder(plain.config, plain.weights, make_steps=make_steps)
+    decoder.warm_up((1, 8, 300), (1, 3))  # 300 tokens are more than positions, as those of several requests may be
+    layer, stages = decoder.weights.layers[0], ("attention", "project", "feed_forward")
+    ran = [(stage, rows) for stage, _, rows in made[0].ran]
+    assert ran == [*((stage, rows) for rows in (1, 8, 300) for stage in stages), ("head", 1), ("head", 3)]
+    wanted = [*(layer.qkv, layer.output, layer.gate_up) * 3, *(decoder.weights.head,) * 2]
+    assert [id(weight) for _, weight, _ in made[0].ran] == [id(weight) for weight in wanted]
+    logits = []
+    for model in (decoder, fresh):
+        context = DenseContext(3, 1)
+        context.begin([(0, 11)])
+        logits.append(model.logits(model.forward(random_ids(8, 11), torch.arange(11), context)))
+    assert torch.equal(*logits)

@@ -180,18 +180,6 @@ def test_a_model_in_triton_equals_plain_torch(kind: str, tuned: bool, tmp_path: 
     assert_near(triton_model.forward(*last, second, rows), plain.forward(*last, dense, rows))
 
 
-def test_the_table_gives_the_next_larger_measured_rows() -> None:
-    config = products.ProductConfig(16, 32, 32, 1, 4, 2)
-    shape = product_table.ProductShape
-    table = product_table.ProductTable({shape(64, 192, False, 64): config, shape(64, 192, False, 128): None})
-    assert table.find(64, 192, gated=False, rows=1) == config
-    assert table.find(64, 192, gated=False, rows=64) == config
-    assert table.find(64, 192, gated=False, rows=65) is None
-    assert table.find(64, 192, gated=False, rows=129) is None
-    assert table.find(64, 192, gated=True, rows=1) is None
-    assert len(product_table.table_for("A card nobody measured")) == 0
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawing_in_one_pass_draws_the_same_tokens(dtype: torch.dtype) -> None:
     fused_draw = pytest.importorskip("engine.fused_draw")

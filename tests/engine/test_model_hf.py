@@ -84,6 +84,16 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected_logits(model, ids), rtol=1e-4, atol=1e-4)
 
 
+def test_warming_up_runs_the_head_for_every_number_of_rows(tmp_path: Path) -> None:
+    save(*OTHERS["olmo2"], tmp_path)
+    model = load_model(str(tmp_path)).model
+    assert isinstance(model, HuggingFaceModel)
+    shapes: list[torch.Size] = []
+    model._head.register_forward_hook(lambda _, __, logits: shapes.append(logits.shape))
+    model.warm_up((1, 8), (1, 3, 16))
+    assert shapes == [(1, 97), (3, 97), (16, 97)]
+
+
 @pytest.mark.parametrize(
     ("config_class", "changes", "message"),
     [
