@@ -1,7 +1,8 @@
 """How decode attention is cut: splits of a fixed number of tokens, so that only a request's own length decides.
 
 Every split of every request is an item of work. Items are laid out once a step, before its layers: a kernel then finds
-its request by one read, and the longest items come first, so that short ones fill the end of a launch.
+its request by one read, and the longest items come first, so that short ones fill the end of a launch. Plain torch,
+which takes the batch at once, has none.
 """
 
 from dataclasses import dataclass

@@ -129,9 +129,14 @@ def test_decode_without_room_for_its_splits_is_loud(place: Place) -> None:
 
 
 @on_every_place
-@pytest.mark.parametrize("lengths", [[64], [0], [1, 63, 64, 65, 128, 0, 0, 300], [64] * 33, [64, 300, 1, 0, 64]])
-def test_a_plan_has_every_split_once_and_whole_ones_first(place: Place, lengths: list[int]) -> None:
-    """Also where there is too little room: whoever has none has one item that says so."""
+@pytest.mark.parametrize(
+    "lengths",
+    [[64], [0], [1, 63, 64, 65, 128, 0, 0, 300], [64] * 33, [64, 300, 1, 0, 64], [80, 5, 47, 0, 255, 48, 144, 63, 15]],
+)
+def test_a_plan_has_every_split_once_and_the_longest_first(place: Place, lengths: list[int]) -> None:
+    """Whole ones, then by quarters of a split. Who has no room, as in the fifth case, has one item that says so."""
+    if place.kernels_name == "torch":
+        pytest.skip("the torch path has no splits")
     is_short = lengths == [64, 300, 1, 0, 64]
     capacity = num_splits(max(lengths), len(lengths), 64)
     workspace = DecodeWorkspace(
@@ -149,10 +154,13 @@ def test_a_plan_has_every_split_once_and_whole_ones_first(place: Place, lengths:
         splits = range(max(needed, 1)) if not is_short or request == 0 else (-1,)
         wanted += [[request, first, split, length] for split in splits]
         first += needed
-    rows = plan.items[: int(plan.num_rows)].tolist()
-    assert sorted(rows) == wanted
-    is_whole = [split >= 0 and 64 * (split + 1) <= length for _, _, split, length in rows]
-    assert is_whole == sorted(is_whole, reverse=True)
+
+    def quarters(item: list[int]) -> int:
+        _, _, split, length = item
+        return 0 if split < 0 else min(length - 64 * split, 64) // 16
+
+    assert plan.items[: int(plan.num_rows)].tolist() == sorted(wanted, key=quarters, reverse=True)
+    assert not bool(workspace.tickets.any())
 
 
 @on_every_place
@@ -197,7 +205,7 @@ def test_decode_workspace_refuses_an_odd_split() -> None:
 @on_every_place
 @pytest.mark.parametrize("sizes", SIZES)
 def test_prefill_attention(place: Place, sizes: Sizes) -> None:
-    """Chunks of 37, 1, all and 0 tokens behind prefixes of different lengths, packed without padding."""
+    """Chunks of 37, 1, all and 0 tokens behind prefixes of different lengths, decodes before them, padding behind."""
     case = make_case(place, sizes)
     block_size = sizes.block_size
     lengths = [3 * block_size - 5, 4 * block_size, 2 * block_size + 1, min(block_size, 20), 0]
@@ -205,9 +213,10 @@ def test_prefill_attention(place: Place, sizes: Sizes) -> None:
     cache_k, cache_v = case.cache_k[0], case.cache_v[0]
     poison_unused(cache_k, lengths)
     poison_unused(cache_v, lengths)
-    queries = random_rows((sum(chunks), sizes.num_kv_heads * sizes.group, sizes.head_dim), place, 7)
-    output = torch.full_like(queries, float("nan"))
-    starts = [0, *np.cumsum(chunks).tolist()]
+    before, behind = 41, 9
+    queries = random_rows((before + sum(chunks) + behind, sizes.num_kv_heads * sizes.group, sizes.head_dim), place, 7)
+    output = torch.full_like(queries, 55.0)
+    starts = [before, *(before + np.cumsum(chunks)).tolist()]
     place.kernels.prefill_attention(
         queries, cache_k, cache_v, block_tables(place.device),
         torch.tensor(lengths, dtype=torch.int32, device=place.device),
@@ -222,6 +231,8 @@ def test_prefill_attention(place: Place, sizes: Sizes) -> None:
         own = slice(starts[row], starts[row + 1])
         wanted = reference.attention(to_numpy(queries[own]), keys, values)
         assert_close(output[own], wanted, place.tolerance, f"request {row}: {chunks[row]} of {tokens} tokens")
+    assert (output[:before] == 55.0).all()
+    assert (output[-behind:] == 55.0).all()
 
 
 @on_every_place
