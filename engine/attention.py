@@ -13,9 +13,10 @@ from engine.rows import DecodeInputs
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """Packed chunks. `lengths [R]`: cached tokens including the chunk; `query_starts [R + 1]`; tables `[R, n]`: int32.
+    """Packed chunks, behind the step's decodes; what stands in a decode's place, or behind the last chunk, is unread.
 
-    `token_ids`, `positions`, `slot_mapping`, `window_rows [T]` int64.
+    `lengths [R]`: cached tokens including the chunk; `query_starts [R + 1]`, in the step; tables `[R, n]`: int32.
+    `token_ids`, `positions`, `slot_mapping`, `window_rows [T]` int64, of all tokens of the step.
     """
 
     token_ids: torch.Tensor
@@ -28,7 +29,10 @@ class PrefillInputs:
 
 
 class StepAttention:
-    """The `AttentionContext` of one step: tokens of `decode` come first, those of `prefill` after them."""
+    """The `AttentionContext` of one step: tokens of `decode` come first, those of `prefill` after them.
+
+    Rows of `decode` that are padding may lie where `prefill` has tokens: those are then the chunks'.
+    """
 
     def __init__(
         self,
@@ -48,11 +52,10 @@ class StepAttention:
         self._decode = None
         if decode is not None:
             self._decode = (decode, kernels.plan_decodes(decode.lengths, workspace, most_tokens))
-        parts = [part for part in (decode, prefill) if part is not None]
-        self.token_ids = torch.cat([part.token_ids for part in parts])
-        self.positions = torch.cat([part.positions for part in parts])
-        self._slot_mapping = torch.cat([part.slot_mapping for part in parts])
-        self._window_rows = torch.cat([part.window_rows for part in parts]) if cache.shape.num_slots else None
+        self.token_ids = _joined(decode, prefill, "token_ids")
+        self.positions = _joined(decode, prefill, "positions")
+        self._slot_mapping = _joined(decode, prefill, "slot_mapping")
+        self._window_rows = _joined(decode, prefill, "window_rows") if cache.shape.num_slots else None
         self._scale = cache.shape.head_dim**-0.5
 
     def destination(self, layer: int) -> StoreDestination:
@@ -87,14 +90,26 @@ class StepAttention:
                 output[:split],
             )
         if self._prefill is not None:
-            self._kernels.prefill_attention(
-                queries[split:],
+            self._kernels.prefill_attention(  # behind the decodes, whose padding leaves zeros
+                queries,
                 k,
                 v,
                 self._prefill.block_tables,
                 self._prefill.lengths,
                 self._prefill.query_starts,
                 self._scale,
-                output[split:],
+                output,
             )
         return output
+
+
+def _joined(decode: DecodeInputs | None, prefill: PrefillInputs | None, name: str) -> torch.Tensor:
+    """What every token of the step has under that name."""
+    if prefill is None:
+        alone: torch.Tensor = getattr(decode, name)
+        return alone
+    whole: torch.Tensor = getattr(prefill, name)
+    if decode is None:
+        return whole
+    first = whole[: len(decode.rows)]
+    return torch.cat([torch.where(decode.real, getattr(decode, name), first), whole[len(first) :]])

@@ -19,6 +19,7 @@ class DecodeRows:
 
     def __init__(self, max_requests: int, max_blocks: int, device: torch.device) -> None:
         self.max_requests = max_requests
+        self.max_blocks = max_blocks
         self.width = TABLE + max_blocks
         self.state = torch.full((max_requests + 1, self.width), PAD, dtype=torch.int32, device=device)
         self.state[:, :SLOT] = 0

@@ -1,7 +1,5 @@
 """Carries out a step plan on the device: what the scheduler decided, nothing else."""
 
-from collections.abc import Sequence
-
 import torch
 
 from engine.attention import PrefillInputs, StepAttention
@@ -10,8 +8,9 @@ from engine.compressing import CompressionStream, check_settings, settings_for
 from engine.decode_graphs import DecodeGraphs, graph_sizes, product_sizes
 from engine.kernels.contract import Kernels
 from engine.kernels.decode_plan import reserve_decode_workspace
+from engine.mixed import MixedSteps
 from engine.model import LanguageModel
-from engine.prefilling import TokenIds, nothing_to_store, prefill_inputs
+from engine.prefilling import TokenIds, gives_token, nothing_to_store
 from engine.reserved import Reserved
 from engine.rows import LENGTH, POSITION, SLOT, TOKEN, DecodeInputs, DecodeRows, advance
 from engine.sampling import StepSampler
@@ -70,6 +69,7 @@ class Runner:
             device=self._device,
         )
         self._graphs: DecodeGraphs | None = None
+        self._mixed = MixedSteps(cache.shape, self._rows, self._forward, self._sampler.most_probable, self._pool_tokens)
         self._bound = 0
         self.swapped_tokens = 0  # cache positions copied to the host and back
         self._member_rows = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -84,6 +84,7 @@ class Runner:
                 sizes = graph_sizes(limits.max_running)
                 padding_row = self._rows.padding_row
                 self._graphs = DecodeGraphs(self._pool_wide, sizes, padding_row, self._device, STEP_PRIORITY)
+                self._mixed.capture(limits.max_running, limits.max_batched_tokens, STEP_PRIORITY)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Enqueue a whole step and return without waiting for it."""
@@ -211,7 +212,7 @@ class Runner:
     def _start_rows(self, plan: StepPlan) -> None:
         """Requests whose prefill ends in this step decode in the next: their rows wait for the sampled token."""
         for chunk in plan.prefills:
-            if chunk.last and chunk.request.target_tokens:
+            if gives_token(chunk):
                 row = self._take_row(chunk.request)
                 self._rows.set(row, POSITION, chunk.request.prefill_until)
                 self._rows.set(row, LENGTH, chunk.request.prefill_until + 1)
@@ -219,31 +220,24 @@ class Runner:
 
     def _run(self, plan: StepPlan, begun: torch.cuda.Event | None) -> StepResult:
         members = self._members if plan.num_decodes else []
-        ending = [chunk.request for chunk in plan.prefills if chunk.last and chunk.request.target_tokens]
+        ending = [chunk.request for chunk in plan.prefills if gives_token(chunk)]
         numbers = [request.number for request in (*members, *ending)]
         self._sampler.logprobs = None
         if not plan.num_decodes and not plan.prefills:
             return StepResult([])
-        tokens = self._run_mixed(plan, members, ending) if plan.prefills else self._run_decodes(plan, numbers)
+        tokens = self._run_mixed(plan, numbers) if plan.prefills else self._run_decodes(plan, numbers)
         return brought_to_host(numbers, tokens, self._sampler.logprobs, begun)
 
-    def _run_mixed(self, plan: StepPlan, members: Sequence[Request], ending: Sequence[Request]) -> torch.Tensor:
-        prefill = prefill_inputs(plan.prefills, self.token_ids, self._cache.shape, self._device)
-        decode = self._decode_inputs(self._member_rows) if members else None
-        rows = list(range(len(members)))
-        start = len(members)
-        for chunk in plan.prefills:
-            start += chunk.count
-            if chunk.last and chunk.request.target_tokens:
-                rows.append(start - 1)
-        logits = self._forward(decode, prefill, sent(rows, self._device), most_tokens(plan))
-        tokens = self._sampler.sample(logits, [request.number for request in (*members, *ending)])
-        if decode is not None:
-            advance(self._rows.state, decode, tokens[: len(members)])
-        if ending:
-            started = sent([self._row_of[request.number] for request in ending], self._device)
-            self._rows.state[started, TOKEN] = tokens[len(members) :].to(torch.int32)
-        return tokens
+    def _run_mixed(self, plan: StepPlan, numbers: list[int]) -> torch.Tensor:
+        """A step with chunks. It goes on with the most probable tokens itself, as `_run_decodes` does."""
+        decode_rows = [self._row_of[request.number] for request in self._members] if plan.num_decodes else []
+        tokens, logits = self._mixed.run(plan.prefills, self.token_ids, decode_rows, self._row_of, most_tokens(plan))
+        if self._sampler.plain(numbers):
+            return tokens
+        drawn = self._sampler.sample(logits[: len(numbers)], numbers)
+        rows = sent([self._row_of[number] for number in numbers], self._device)
+        self._rows.state[rows, TOKEN] = drawn.to(torch.int32)
+        return drawn
 
     def _run_decodes(self, plan: StepPlan, numbers: list[int]) -> torch.Tensor:
         """A step of decodes alone. The step itself goes on with the most probable tokens; others are drawn after it.

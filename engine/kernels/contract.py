@@ -71,9 +71,10 @@ class Kernels(Protocol):
         scale: float,
         output: torch.Tensor,
     ) -> None:
-        """Packed chunks: request r owns `queries[query_starts[r] : query_starts[r + 1]]`, `[T, H_q, d]`, no padding.
+        """Packed chunks: request r owns `queries[query_starts[r] : query_starts[r + 1]]` of `[T, H_q, d]`.
 
-        They are the last tokens of its `lengths[r]` cached ones (already stored) and see those up to themselves.
+        What is before the first and behind the last is neither read nor written. They are the last tokens of its
+        `lengths[r]` cached ones (already stored) and see those up to themselves.
         """
 
     def attention_score(

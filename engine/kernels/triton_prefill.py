@@ -111,7 +111,7 @@ def _prefill_kernel(
     """TOKENS chunk tokens times GROUP query heads of one KV head; row = token * GROUP + member."""
     head = tl.program_id(0)
     # Late tiles see most keys and take longest; starting with them leaves the short ones to fill the card at the end.
-    item = tl.num_programs(1) - 1 - tl.program_id(1)
+    item = tl.num_programs(1) - 1 - tl.program_id(1) + tl.load(query_starts) // TOKENS
     request = find_request(query_starts, item, num_requests, TOKENS)
     query_start = tl.load(query_starts + request)
     num_queries = tl.load(query_starts + request + 1) - query_start
