@@ -93,11 +93,12 @@ def _serve(
             f"--host {door.host} is reached from other machines: set ${API_KEY}, give --api-key-file, or say "
             "--open-to-all"
         )
+    bounds, watched = door.bounds(), watch.settings()
     door.check_free()
     plan = ServerPlan(
         EngineSettings(may_become=tuple(by.may_become or ()), **engine),
         by.policy,
-        ServerSettings(**door.bounds()),
+        ServerSettings(**bounds),
         keys,
         door.served_model,
         by.canary_share,
@@ -106,7 +107,7 @@ def _serve(
         by.record,
         RecordSettings(with_text=by.record_text),
         watch.read(),
-        WatchSettings(watch.window_s, watch.min_requests),
+        WatchSettings(**watched),
     )
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_S)

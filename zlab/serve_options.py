@@ -1,6 +1,7 @@
 """Options of `zlab serve`: who may come in, by which policy to serve, what a policy is held to meanwhile."""
 
 import ipaddress
+import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,16 +60,17 @@ class DoorOptions:
         float, typer.Option("--request-timeout", help="Seconds for the whole answer to a request.")
     ] = 600.0
     grace_s: Annotated[
-        float, typer.Option("--grace", min=0.0, help="Seconds for what runs to finish after a first SIGTERM.")
+        float, typer.Option("--grace", help="Seconds for what runs to finish after a first SIGTERM; 0: none.")
     ] = 60.0
 
     def bounds(self) -> dict[str, Any]:
-        """Fields of the server's settings."""
+        """Fields of the server's settings. Raises MisuseError."""
         names = ("max_concurrent", "max_queue", "max_outputs", "max_prompt_tokens", "max_unread_tokens")
         bounds = {name: getattr(self, name) for name in (*names, "request_timeout_s", "grace_s")}
-        if not self.max_body_mib > 0:
-            raise MisuseError(f"--max-body-mib must be above 0, not {self.max_body_mib:g}")
-        return bounds | {"max_body_bytes": int(self.max_body_mib * 2**20)}
+        _check_amount("--max-body-mib", self.max_body_mib)
+        _check_amount("--request-timeout", self.request_timeout_s)
+        _check_amount("--grace", self.grace_s, may_be_0=True)
+        return bounds | {"max_body_bytes": math.ceil(self.max_body_mib * 2**20)}
 
     def check_free(self) -> None:
         """Raise MisuseError where nobody could listen there, before a model is loaded for nothing."""
@@ -168,11 +170,28 @@ class WatchOptions:
         ),
     ] = None
     window_s: Annotated[
-        float, typer.Option("--watch-window", help="Seconds that --gates look back, within the policy's time.")
-    ] = 60.0
+        float | None,
+        typer.Option(
+            "--watch-window", show_default="60", help="Seconds that --gates look back, within the policy's time."
+        ),
+    ] = None
     min_requests: Annotated[
-        int, typer.Option("--watch-min-requests", min=1, help="Fewer say nothing about times and rates.")
-    ] = 20
+        int | None,
+        typer.Option(
+            "--watch-min-requests", min=1, show_default="20", help="Fewer say nothing to --gates about times and rates."
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of the watch's settings that are given. Raises MisuseError."""
+        if self.window_s is not None:
+            _check_amount("--watch-window", self.window_s)
+        options = {"window_s": "--watch-window", "min_requests": "--watch-min-requests"}
+        given = {name: getattr(self, name) for name in options if getattr(self, name) is not None}
+        if given and self.gates is None:
+            named = " and ".join(options[name] for name in given)
+            raise MisuseError(f"{named} would say how --gates are watched, and there are none")
+        return given
 
     def read(self) -> Gates | None:
         """The gates. Raises GateError, and MisuseError for a file that is not there."""
@@ -182,3 +201,11 @@ class WatchOptions:
             return gates_from_toml(self.gates.read_text("utf-8"), str(self.gates))
         except (OSError, UnicodeDecodeError) as error:
             raise MisuseError(f"no gates can be read from {str(self.gates)!r}: {type(error).__name__}") from error
+
+
+def _check_amount(option: str, value: float, *, may_be_0: bool = False) -> None:
+    """Raise MisuseError unless it is finite and above 0, or 0 where that is a choice."""
+    if value == math.inf:
+        raise MisuseError(f"{option} must be finite, not {value:g}")
+    if not (value > 0 or (may_be_0 and value == 0)):
+        raise MisuseError(f"{option} must be {'0 or more' if may_be_0 else 'above 0'}, not {value:g}")

@@ -40,7 +40,9 @@ class ServerSettings:
         """Raise EngineError on a bound that lets nothing through."""
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is not None and not value > 0 and item.name != "grace_s":
+            if item.name == "grace_s" and not value >= 0:
+                raise EngineError(f"grace_s must be 0 or more, got {value!r}")
+            if item.name != "grace_s" and value is not None and not value > 0:
                 raise EngineError(f"{item.name} must be more than 0, got {value!r}")
 
     @property

@@ -289,6 +289,12 @@ def test_a_bound_that_lets_nothing_through_is_refused(name: str) -> None:
         ServerSettings(**bound)
 
 
+def test_no_grace_is_a_choice_and_less_is_none() -> None:
+    assert ServerSettings(grace_s=0.0).grace_s == 0.0
+    with pytest.raises(EngineError, match=r"grace_s must be 0 or more, got -1\.0"):
+        ServerSettings(grace_s=-1.0)
+
+
 # the end
 
 

@@ -28,6 +28,7 @@ from zlab import app
 API, ADMIN = "the-api-key-of-this-test", "the-admin-key-of-this-test"
 PROMPT = [701, 702, 703, 704]
 OPTIONS = ["--model", "dummy:tiny", "--device", "cpu", "--port", "0", "--kv-blocks", "64", "--block-size", "64"]
+GATES = ["--gates", str(REPOSITORY / "docs" / "examples" / "gates.toml")]
 REGISTRY = ["--policy", "full-kv", "--registry", "r.db", "--gpu"]
 START_S = 240.0  # a machine that is busy with other things
 MANY = 1500  # tokens: enough for a signal to come in the middle
@@ -171,6 +172,18 @@ def test_the_second_sigterm_stops() -> None:
         (["--record-text"], ["--record-text", "there is none"]),
         (["--api-key-file", "/nothing/there"], ["no keys can be read from /nothing/there"]),
         (["--max-body-mib", "0"], ["--max-body-mib must be above 0, not 0"]),
+        (["--max-body-mib", "inf"], ["--max-body-mib must be finite, not inf"]),
+        (["--request-timeout", "-1"], ["error: --request-timeout must be above 0, not -1"]),
+        (["--request-timeout", "nan"], ["error: --request-timeout must be above 0, not nan"]),
+        (["--grace", "-0.5"], ["error: --grace must be 0 or more, not -0.5"]),
+        (["--grace", "inf"], ["error: --grace must be finite, not inf"]),
+        ([*GATES, "--watch-window", "0"], ["error: --watch-window must be above 0, not 0"]),
+        ([*GATES, "--watch-min-requests", "0"], ["Invalid value for '--watch-min-requests'"]),
+        (["--watch-window", "9"], ["--watch-window would say how --gates are watched, and there are none"]),
+        (
+            ["--watch-window", "9", "--watch-min-requests", "2"],
+            ["--watch-window and --watch-min-requests would say how --gates are watched"],
+        ),
         (["--host", "192.0.2.1", "--open-to-all"], ["cannot listen on 192.0.2.1 port", "--port 0 takes a free port"]),
         (["-p", "hybrd"], ["unknown policy 'hybrd'; did you mean 'hybrid'?"]),
         (["-m", "nosuch"], ["model 'nosuch' does not exist (choices: a Hugging Face folder"]),
