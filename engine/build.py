@@ -27,6 +27,7 @@ from policies.core.scheduler import Scheduler
 from policies.spec import load_policy
 from policies.steplog import StepLog
 
+MEMORY_SHARE = 0.9
 GRAPH_RESERVE_BYTES = 2 << 30
 HOST_CACHE_BYTES = 1 << 30  # for keys and values where the model runs on the CPU
 MOST_COMPRESSED_AT_ONCE = 16
@@ -42,8 +43,8 @@ class EngineSettings:
         policy: a policy, or how a command line names one.
         may_become: policies that may take over while the engine runs (`EngineLoop.replace_policy`): memory that they
             need is set aside at the start.
-        num_blocks: blocks of the cache; by default all that `memory_share` of the device's memory holds, on the CPU
-            what `HOST_CACHE_BYTES` hold.
+        num_blocks: blocks of the cache; by default all that `memory_share` of the device's memory holds (if None,
+            `MEMORY_SHARE`), on the CPU, where there is no such share, what `HOST_CACHE_BYTES` hold.
         device, dtype, variant: where and how the model runs.
         host_blocks: blocks of host memory for swapped requests, all of it taken (on CUDA pinned) at the start.
         kernels: "torch" or "triton"; by default Triton on CUDA.
@@ -62,7 +63,7 @@ class EngineSettings:
     max_running: int = 256
     max_model_len: int | None = None
     host_blocks: int = 0
-    memory_share: float = 0.9
+    memory_share: float | None = None
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: torch.dtype | str | None = None
     variant: str | None = None
@@ -214,9 +215,14 @@ def _limits(
     floor = _largest_budget(policies, limits.block_size)
     shape = _shape(loaded, policies, limits, 0 if floor is None else 1)
     if device.type != "cuda":
+        if settings.memory_share is not None:
+            raise EngineError(
+                f"a share of memory ({settings.memory_share:g}) is taken of a GPU's, and this is {device}"
+            )
         return replace(limits, num_blocks=blocks_that_fit(replace(shape, num_slots=0), dtype, HOST_CACHE_BYTES, 0))
     free, total = torch.cuda.mem_get_info(device)
-    usable = free - int(total * (1.0 - settings.memory_share))
+    share = MEMORY_SHARE if settings.memory_share is None else settings.memory_share
+    usable = free - int(total * (1.0 - share))
     width = loaded.config.hidden_size + loaded.config.intermediate_size
     activations = 8 * limits.max_batched_tokens * width * dtype.itemsize
     logits = 8 * limits.max_running * loaded.config.vocab_size

@@ -32,7 +32,7 @@ def calibrate(
     block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")] = 256,
     max_running: Annotated[int, typer.Option("--max-running", min=1, help="Largest batch that is measured.")] = 256,
     kv_blocks: Annotated[
-        int | None, typer.Option("--kv-blocks", min=1, help="Blocks in the pool; all that fit on a GPU if not given.")
+        int | None, typer.Option("--kv-blocks", min=1, show_default="all that fit on a GPU", help="Blocks in the pool.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Begin no measurement after this time.")] = 270.0,

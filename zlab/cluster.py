@@ -26,7 +26,7 @@ NEEDS = {Backend.dask: "distributed", Backend.ray: "ray"}
 
 Jobs = Annotated[
     int | None,
-    typer.Option("--jobs", "-j", min=1, help="Simulations at a time; one for each core or worker."),
+    typer.Option("--jobs", "-j", min=1, show_default="one for each core or worker", help="Simulations at a time."),
 ]
 BackendName = Annotated[
     Backend, typer.Option("--backend", help="loky: processes here; dask, ray: a cluster (their package must be there).")

@@ -38,9 +38,7 @@ class Side:
 
 def diff(
     one: Annotated[str, typer.Argument(metavar="POLICY", help="A policy, or `live` or `canary` of the registry.")],
-    other: Annotated[
-        str, typer.Argument(metavar="[POLICY]", help="What it is set beside; what is live if not given.")
-    ] = "live",
+    other: Annotated[str, typer.Argument(metavar="POLICY", help="What it is set beside.")] = "live",
     gpu: GpuName = "h200",
     model: ModelName = "qwen3-8b",
     registry: RegistryPath = DEFAULT_REGISTRY,

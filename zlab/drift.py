@@ -92,7 +92,7 @@ class Costs:
 
     profile: Annotated[
         str | None,
-        typer.Option("--profile", "--cost", help="Its name or FILE.json; that of the recording's card if not given."),
+        typer.Option("--profile", "--cost", show_default="that of the recording's card", help="Its name or FILE.json."),
     ] = None
     gpu: Annotated[str | None, typer.Option("--gpu", help="Row for a roofline instead, as h200.")] = None
     model: Annotated[str | None, typer.Option("--model", help="Row or config.json for that roofline.")] = None

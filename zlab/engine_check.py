@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from policies.core.policy import Policy
 from policies.measures import OK
-from zlab.engine_options import engine_room, engine_settings
+from zlab.engine_options import Device, Dtype, engine_room, engine_settings
+from zlab.outcome import MisuseError
 from zlab.parity import Verdict, closed, decided_by_both
 from zlab.source import PREFIX, Source
 
@@ -14,6 +17,7 @@ SMALL = f"{PREFIX}amc23?num_problems=4&samples=2&mu=4.5&sigma=0.4&cap=160"  # 8 
 SMALL_BLOCKS = 32  # about half of what they come to hold
 SMALL_BUDGET_TOKENS = 96
 BLOCK_SIZE = 16
+DEFAULT_MODEL = "dummy:tiny"
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,36 @@ class EngineCheck:
 
     words: str
     runs: list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class EngineCheckOptions:
+    """Whether the engine is asked, and which one."""
+
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Also run it on the engine: it must decide the same and fail nobody.")
+    ] = False
+    engine_model: Annotated[
+        str | None,
+        typer.Option(
+            "--engine-model", show_default=DEFAULT_MODEL, help="The model of --engine, as of `zlab bench --model`."
+        ),
+    ] = None
+    device: Device = None
+    dtype: Dtype = None
+
+    def check(self) -> None:
+        """Raise MisuseError where an engine is described that is not asked."""
+        given = {"--engine-model": self.engine_model, "--device": self.device, "--dtype": self.dtype}
+        for option, value in given.items():
+            if value is not None and not self.engine:
+                raise MisuseError(f"{option} {value} says where --engine runs, and that is not given")
+
+    def run(self, policy: Policy) -> EngineCheck | None:
+        """What came of it; None where nobody asked. Raises MisuseError as `check_engine`."""
+        if not self.engine:
+            return None
+        return check_engine(policy, self.engine_model or DEFAULT_MODEL, self.device, self.dtype)
 
 
 def check_engine(policy: Policy, model: str, device: str | None, dtype: str | None) -> EngineCheck:

@@ -24,13 +24,18 @@ EngineModel = Annotated[
         "or dummy:CONFIG.json.",
     ),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda; cuda where there is one.")]
+Device = Annotated[str | None, typer.Option("--device", show_default="cuda where there is one", help="cpu or cuda.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; bfloat16 on cuda, else float32.")
+    str | None,
+    typer.Option("--dtype", show_default="bfloat16 on cuda, else float32", help="float32, bfloat16 or float16."),
 ]
 MemoryShare = Annotated[
     float | None,
-    typer.Option("--memory-utilisation", help="Share of the GPU's memory to use where it gives the blocks; 0.9."),
+    typer.Option(
+        "--memory-utilisation",
+        show_default="0.9",
+        help="Share of the GPU's memory to use, without --kv-blocks; on a CPU the pool is 1 GiB.",
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Fixes what is drawn.")]
 
@@ -64,7 +69,12 @@ def engine_settings(
     dtype: str | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Fields of the engine's settings; what is None is left to the engine."""
+    """Fields of the engine's settings; what is None is left to the engine. Raises MisuseError."""
+    if memory_share is not None:
+        if not 0 < memory_share <= 1:
+            raise MisuseError(f"--memory-utilisation must be above 0 and at most 1, not {memory_share:g}")
+        if kv_blocks is not None:
+            raise MisuseError("--memory-utilisation decides how many blocks fit: it does not go with --kv-blocks")
     given = {
         "model": model,
         "policy": policy,

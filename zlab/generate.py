@@ -26,7 +26,8 @@ def generate(
         list[str] | None, typer.Option("--stop", help="End before this text; repeat it for several.")
     ] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Through the model's chat template; if it has one.")
+        bool | None,
+        typer.Option("--chat/--no-chat", show_default="if it has one", help="Through the model's chat template."),
     ] = None,
     kv_blocks: KvBlocks = None,
     block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")] = LAPTOP_BLOCK_SIZE,

@@ -25,15 +25,22 @@ def memory(
     utilisation: Annotated[float, typer.Option(help="Share of the card's memory the engine may use.")] = 0.9,
     max_batched_tokens: Annotated[int, typer.Option(help="Most tokens of one step.")] = 16_384,
     max_running: Annotated[int, typer.Option(help="Most requests of one step.")] = 256,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest request; the model's limit if not given.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(show_default="the model's limit", help="Longest request.")
+    ] = None,
     reserve_gib: Annotated[float, typer.Option(help="GiB for the driver's context, libraries, CUDA graphs.")] = 1.5,
     slots: Annotated[int, typer.Option(help="Query slots (M); 0 means that nothing is ever compressed.")] = 0,
-    budget_blocks: Annotated[int | None, typer.Option(help="Most blocks of a compressed request (N_max); 9.")] = None,
-    window: Annotated[int | None, typer.Option(help="Queries kept per slot (w); 16.")] = None,
-    concurrent_compressions: Annotated[
-        int | None, typer.Option(help="Compressions the workspace has room for; 8.")
+    budget_blocks: Annotated[
+        int | None,
+        typer.Option(show_default=str(DEFAULT_BUDGET_BLOCKS), help="Most blocks of a compressed request (N_max)."),
     ] = None,
-    global_scores: Annotated[bool | None, typer.Option(help="Whether the scorer keeps a history; yes.")] = None,
+    window: Annotated[int | None, typer.Option(show_default="16", help="Queries kept per slot (w).")] = None,
+    concurrent_compressions: Annotated[
+        int | None, typer.Option(show_default="8", help="Compressions the workspace has room for.")
+    ] = None,
+    global_scores: Annotated[
+        bool | None, typer.Option(show_default="it does", help="Whether the scorer keeps a history.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what takes a card's memory, term by term, and how many KV blocks fit."""

@@ -38,23 +38,30 @@ ModelName = Annotated[
 ]
 KvBlocks = Annotated[
     int | None,
-    typer.Option("--kv-blocks", min=1, help="Blocks in the pool; as many as fit on the card if not given."),
+    typer.Option("--kv-blocks", min=1, show_default="as many as fit", help="Blocks in the pool."),
 ]
 BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")]
 MaxBatchedTokens = Annotated[
-    int | None, typer.Option("--max-batched-tokens", min=1, help="Most tokens of one step; 8192.")
+    int | None, typer.Option("--max-batched-tokens", min=1, show_default="8192", help="Most tokens of one step.")
 ]
-MaxRunning = Annotated[int | None, typer.Option("--max-running", min=1, help="Most running requests; 256.")]
+MaxRunning = Annotated[
+    int | None, typer.Option("--max-running", min=1, show_default="256", help="Most running requests.")
+]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option("--max-model-len", min=1, help="Most tokens of a request, prompt and output; the model's limit."),
+    typer.Option(
+        "--max-model-len", min=1, show_default="the model's limit", help="Most tokens of a request, prompt and output."
+    ),
 ]
 HostBlocks = Annotated[
-    int | None, typer.Option("--host-blocks", min=0, help="Blocks of host memory for swapped requests; 0.")
+    int | None,
+    typer.Option("--host-blocks", min=0, show_default="0", help="Blocks of host memory for swapped requests."),
 ]
 MemoryUtilisation = Annotated[
     float | None,
-    typer.Option("--memory-utilisation", help="Share of the card's memory to use where it gives the blocks; 0.9."),
+    typer.Option(
+        "--memory-utilisation", show_default="0.9", help="Share of the card's memory to use, without --kv-blocks."
+    ),
 ]
 LengthMultiplier = Annotated[
     float,

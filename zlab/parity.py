@@ -63,12 +63,12 @@ class SmallSizeOptions(SizeOptions):
 def parity(
     trace: Annotated[
         str | None,
-        typer.Argument(help=f"A trace as of `zlab replay`, played all at once; a small {PREFIX}amc23 if not given."),
+        typer.Argument(show_default=f"a small {PREFIX}amc23", help="A trace as of `zlab replay`, played all at once."),
     ] = None,
     *,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="A policy as in `zlab replay`; repeat it; every preset if not given."),
+        typer.Option("--policy", "-p", show_default="every preset", help="A policy as in `zlab replay`; repeat it."),
     ] = None,
     recording: Annotated[
         Path | None,

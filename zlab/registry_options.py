@@ -11,7 +11,7 @@ import typer
 from policies.evidence import Target
 from policies.registry import DEFAULT, Registry
 from sim.hardware import find_gpu, find_model
-from zlab.live import LiveServer, open_server
+from zlab.live import KEY_NAME, LiveServer, open_server
 from zlab.options import AsJson
 from zlab.outcome import MisuseError
 
@@ -19,7 +19,7 @@ RegistryPath = Annotated[
     Path, typer.Option("--registry", dir_okay=False, envvar="ZLAB_REGISTRY", help="The registry's file.")
 ]
 DEFAULT_REGISTRY = Path(DEFAULT)
-Who = Annotated[str | None, typer.Option("--who", help="Who does it; the user's name if not given.")]
+Who = Annotated[str | None, typer.Option("--who", show_default="the user's name", help="Who does it.")]
 Why = Annotated[str, typer.Option("--why", help="The reason, for the history.")]
 LiveUrl = Annotated[
     str | None,
@@ -28,7 +28,11 @@ LiveUrl = Annotated[
 AdminKeyFile = Annotated[
     Path | None,
     typer.Option(
-        "--admin-key-file", exists=True, dir_okay=False, help="Holds the server's admin key; else $ZLAB_ADMIN_KEY."
+        "--admin-key-file",
+        exists=True,
+        dir_okay=False,
+        show_default=f"${KEY_NAME}",
+        help="Holds the admin key of --live.",
     ),
 ]
 
@@ -45,7 +49,13 @@ class ChangeOptions:
 
     def server(self) -> LiveServer | None:
         """The server to tell, if one is to be told. Raises MisuseError on an address or key that cannot be."""
-        return open_server(self.live, self.admin_key_file) if self.live is not None else None
+        if self.live is None:
+            if self.admin_key_file is not None:
+                raise MisuseError(
+                    f"--admin-key-file {self.admin_key_file} is for the server of --live, and none is named"
+                )
+            return None
+        return open_server(self.live, self.admin_key_file)
 
     def check_reason(self, force: bool) -> None:
         """Raise MisuseError on force without a reason."""

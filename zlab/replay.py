@@ -30,7 +30,7 @@ def replay(
     change: Annotated[
         list[str] | None,
         typer.Option(
-            "--change", metavar="STEP:POLICY", help="Before that step another policy takes over; may be repeated."
+            "--change", metavar="STEP:POLICY", help="Before that step another policy takes over; repeat it for several."
         ),
     ] = None,
     given: ScenarioOptions,

@@ -30,30 +30,38 @@ class DoorOptions:
         8000
     )
     served_model: Annotated[
-        str | None, typer.Option("--served-model", help="The name that clients use; the model's own if not given.")
+        str | None, typer.Option("--served-model", show_default="the model's own", help="The name that clients use.")
     ] = None
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help=f"API keys, one a line; else ${API_KEY}, else none needed.")
+        Path | None,
+        typer.Option("--api-key-file", show_default=f"${API_KEY}, else none needed", help="API keys, one a line."),
     ] = None
     admin_key_file: Annotated[
         Path | None,
         typer.Option(
-            "--admin-key-file", help=f"The admin key, to change policies; else ${ADMIN_KEY}, else nobody can."
+            "--admin-key-file", show_default=f"${ADMIN_KEY}, else nobody can", help="The admin key, to change policies."
         ),
     ] = None
     open_to_all: Annotated[
         bool, typer.Option("--open-to-all", help="Listen beyond this machine although there is no API key.")
     ] = False
-    max_concurrent: Annotated[int, typer.Option("--max-concurrent", min=1, help="Most requests under way.")] = 1024
-    max_queue: Annotated[int, typer.Option("--max-queue", min=1, help="Most outputs that wait for room.")] = 1024
+    max_concurrent: Annotated[
+        int, typer.Option("--max-concurrent", min=1, help="Most requests under way; more get 429.")
+    ] = 1024
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", min=1, help="Most outputs that wait for room; more get 429.")
+    ] = 1024
     max_outputs: Annotated[
         int, typer.Option("--max-outputs", min=1, help="Most outputs of one request: its prompts times n.")
     ] = 128
     max_prompt_tokens: Annotated[
-        int | None, typer.Option("--max-prompt-tokens", min=1, help="Longest prompt; what the model takes.")
+        int | None,
+        typer.Option(
+            "--max-prompt-tokens", min=1, show_default="what the model takes", help="Longest prompt in tokens."
+        ),
     ] = None
     max_unread_tokens: Annotated[
-        int, typer.Option("--max-unread-tokens", min=1, help="How far a stream's reader may fall behind.")
+        int, typer.Option("--max-unread-tokens", min=1, help="How many tokens a stream's reader may fall behind.")
     ] = 2048
     max_body_mib: Annotated[float, typer.Option("--max-body-mib", help="Largest request body, in MiB.")] = 4.0
     request_timeout_s: Annotated[
@@ -102,7 +110,8 @@ class PolicyOptions:
         typer.Option(
             "--policy",
             "-p",
-            help="As in `zlab replay`; if not given, what --registry has live, else hybrid.",
+            show_default="what --registry has live, else hybrid",
+            help="As in `zlab replay`.",
         ),
     ] = None
     may_become: Annotated[
@@ -115,23 +124,34 @@ class PolicyOptions:
     ] = None
     registry: Annotated[
         Path | None,
-        typer.Option("--registry", dir_okay=False, envvar="ZLAB_REGISTRY", help="Serve what is live there."),
+        typer.Option(
+            "--registry",
+            dir_okay=False,
+            envvar="ZLAB_REGISTRY",
+            help="Serve what is live there, if --policy is not given; rollbacks of --gates are written there.",
+        ),
     ] = None
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="The card that this server is, in --registry, as of `zlab validate`.")
+        str | None,
+        typer.Option("--gpu", help="The card that this server is to --registry, as `zlab validate --gpu` names it."),
     ] = None
     target_model: Annotated[
         str | None,
         typer.Option(
-            "--target-model", help="The model that this server is, in --registry, where --model is not named so."
+            "--target-model",
+            show_default="--model",
+            help="The model that this server is to --registry, as `zlab validate --model` names it.",
         ),
     ] = None
     canary_share: Annotated[
         float | None,
-        typer.Option("--canary-share", help="Open a lane for a canary, with this share of blocks and requests."),
+        typer.Option(
+            "--canary-share", help="Open a lane for a canary, with this share of blocks and requests, as 0.1."
+        ),
     ] = None
     record: Annotated[
-        Path | None, typer.Option("--record", file_okay=False, help="Record the traffic, without text, below this.")
+        Path | None,
+        typer.Option("--record", file_okay=False, help="Record the traffic, without text, below this folder."),
     ] = None
     record_text: Annotated[
         bool, typer.Option("--record-text", help="Record token ids of prompts and outputs and sessions, too.")

@@ -52,10 +52,11 @@ def info(
     format: Format = None,
     skip_bad: SkipBad = False,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Block size for the reuse figures; the trace's own if not given.")
+        int | None, typer.Option(min=1, show_default="the trace's own", help="Block size for the reuse figures.")
     ] = None,
     lru: Annotated[
-        list[int] | None, typer.Option(min=1, help="Cache capacity in blocks, repeatable; 1000, 10000 and 50000.")
+        list[int] | None,
+        typer.Option(min=1, show_default="1000, 10000 and 50000", help="Cache capacity in blocks, repeatable."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -151,14 +152,16 @@ def scale(
         Literal["even", "uniform"] | None, typer.Option("--spread", help="Spread arrivals of equal time.")
     ] = None,
     spread_over: Annotated[
-        float | None, typer.Option(help="Seconds to spread over; the resolution of the trace's times if not given.")
+        float | None, typer.Option(show_default="the resolution of the trace's times", help="Seconds to spread over.")
     ] = None,
     keep: Annotated[float | None, typer.Option("--thin", help="Keep each request with this probability.")] = None,
     speed: Annotated[float | None, typer.Option("--faster", help="Arrivals so many times as fast.")] = None,
     prompt: Annotated[float, typer.Option("--prompt", help="Multiply prompt lengths.")] = 1.0,
     output: Annotated[float, typer.Option("--output", help="Multiply output lengths.")] = 1.0,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Make token ids from block ids.")] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of --thin, --spread uniform, --token-ids; 0.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, show_default="0", help="Seed of --thin, --spread uniform, --token-ids.")
+    ] = None,
     to: To = OutputFormat.native,
     format: Format = None,
     skip_bad: SkipBad = False,
@@ -191,7 +194,9 @@ def join(
     sources: Annotated[list[str], typer.Argument(help="Two or more traces, each a file or a made-up workload.")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write.")],
     overlay: Annotated[bool, typer.Option("--overlay", help="All begin at once, not one after the other.")] = False,
-    gap: Annotated[float | None, typer.Option(min=0, help="Seconds between one's end and the next's start; 0.")] = None,
+    gap: Annotated[
+        float | None, typer.Option(min=0, show_default="0", help="Seconds between one's end and the next's start.")
+    ] = None,
     same_blocks: Annotated[
         bool, typer.Option("--same-blocks", help="Block ids mean the same blocks in all files (parts of one trace).")
     ] = False,

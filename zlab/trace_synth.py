@@ -71,13 +71,14 @@ def arrivals_from(spec: str) -> Arrivals:
 def reasoning(
     out: Out,
     shape: Annotated[str, typer.Option(help=f"Lengths like those of {', '.join(REASONING_SHAPES)}.")] = "amc23",
-    problems: Annotated[int | None, typer.Option(min=1, help="Number of problems, if not the shape's.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Samples a problem; 32.")] = None,
+    problems: Annotated[int | None, typer.Option(min=1, show_default="the shape's", help="Number of problems.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, show_default="32", help="Samples a problem.")] = None,
     mu: Annotated[float | None, typer.Option(help="Mean of the output length's logarithm.")] = None,
     sigma: Annotated[float | None, typer.Option(help="Standard deviation of the output length's logarithm.")] = None,
-    cap: Annotated[int | None, typer.Option(min=1, help="Longest output; 32768.")] = None,
+    cap: Annotated[int | None, typer.Option(min=1, show_default="32768", help="Longest output.")] = None,
     between_share: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of the log-variance that lies between problems; 0.6.")
+        float | None,
+        typer.Option(min=0, max=1, show_default="0.6", help="Share of the log-variance that lies between problems."),
     ] = None,
     arrivals: ArrivalSpec = "together",
     seed: Seed = 0,
@@ -189,7 +190,9 @@ def servegen(
     rates: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="ServeGen's rates by window (CSV).")],
     lengths: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="ServeGen's length distributions (JSON).")],
     start: Annotated[float, typer.Option(min=0, help="Begin at this second of the source's clock.")] = 0.0,
-    duration: Annotated[float | None, typer.Option(min=0, help="Seconds to draw; all the source has.")] = None,
+    duration: Annotated[
+        float | None, typer.Option(min=0, show_default="all the source has", help="Seconds to draw.")
+    ] = None,
     rate_factor: Annotated[float, typer.Option(help="Multiply the rates.")] = 1.0,
     seed: Seed = 0,
     to: To = OutputFormat.native,

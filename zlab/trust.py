@@ -20,12 +20,14 @@ def trust(
     ],
     profile: Annotated[
         str | None,
-        typer.Option("--profile", "--cost", help="Its name or FILE.json; that of the recording's card if not given."),
+        typer.Option("--profile", "--cost", show_default="that of the recording's card", help="Its name or FILE.json."),
     ] = None,
     with_roofline: Annotated[
         bool, typer.Option("--roofline", help="Also the error of the card's roofline, beside the profile's.")
     ] = False,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Row for the roofline; by the recording's card.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", show_default="by the recording's card", help="Row for the roofline.")
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Row or config.json for the roofline.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", dir_okay=False, help="Write everything to this JSON file.")

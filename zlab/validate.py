@@ -21,8 +21,7 @@ from sim.scenario import Scenario
 from sim.validate import Load, setup_of
 from sim.validate import validate as run_cases
 from zlab.cluster import SpreadOptions, spread
-from zlab.engine_check import EngineCheck, check_engine
-from zlab.engine_options import Device, Dtype
+from zlab.engine_check import EngineCheck, EngineCheckOptions
 from zlab.option_groups import with_groups
 from zlab.options import AsJson, ReadingOptions, ScenarioOptions, Seeds
 from zlab.outcome import WENT_WRONG, MisuseError, fail
@@ -37,13 +36,12 @@ ENGINE_GATE = f"engine == {OK}"
 TracesOption = Annotated[
     list[str], typer.Option("--trace", "-t", help="A trace as of `zlab replay`; repeat it for several.")
 ]
-GatesFile = Annotated[Path, typer.Option("--gates", dir_okay=False, help="What must hold: docs/examples/gates.toml.")]
-Against = Annotated[str | None, typer.Option("--against", help="The policy that bounds as `>= 1.5x` are factors of.")]
-OnEngine = Annotated[
-    bool, typer.Option("--engine", help="Also run it on the engine: it must decide the same and fail nobody.")
+GatesFile = Annotated[
+    Path, typer.Option("--gates", dir_okay=False, help="A file of what must hold, as docs/examples/gates.toml.")
 ]
-EngineModelName = Annotated[
-    str, typer.Option("--engine-model", help="The model of --engine, as of `zlab bench --model`.")
+Against = Annotated[
+    str | None,
+    typer.Option("--against", help="The policy to replace: a bound as `>= 1.5x` is a factor of its figure."),
 ]
 RegistryFile = Annotated[
     Path | None,
@@ -62,10 +60,7 @@ def validate(
     seeds: Seeds = 1,
     given: ScenarioOptions,
     reading: ReadingOptions,
-    engine: OnEngine = False,
-    engine_model: EngineModelName = "dummy:tiny",
-    device: Device = None,
-    dtype: Dtype = None,
+    engine_check: EngineCheckOptions,
     spreading: SpreadOptions,
     registry: RegistryFile = None,
     out: Out = None,
@@ -78,7 +73,10 @@ def validate(
     The worst case decides. The scheduler is audited at every step. Exit code 0: every gate held; 1: one did not, or the
     runs went wrong; 2: misuse.
     """
-    asked = _gates(gates, against, engine)
+    engine_check.check()
+    if why and registry is None:
+        raise MisuseError(f"--why {why!r} goes into the history of a --registry, and there is none")
+    asked = _gates(gates, against, engine_check.engine)
     scenario = given.scenario(policy)
     setup = setup_of(scenario, against)
     _check_out(out)
@@ -91,7 +89,7 @@ def validate(
         Bar("validate", num_runs, "runs", as_json) as bar,
     ):
         cases = run_cases(loads, scenario, against, bar)
-    checked = check_engine(load_policy(policy), engine_model, device, dtype) if engine else None
+    checked = engine_check.run(load_policy(policy))
     evidence = _evidence(scenario, against, asked, cases, checked, setup, signed)
     _keep(evidence, out, kept, signed, why)
     _report(evidence, out, registry, as_json)

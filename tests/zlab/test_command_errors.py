@@ -12,6 +12,7 @@ from tests.house_source import ROOT
 from tests.zlab.command_line import SMALL, errors, zlab
 
 OWN = str(ROOT / "docs" / "examples" / "fewest_left.py")
+JUDGED = ("validate", "hybrid", "--trace", SMALL, "--gates", "nix.toml")
 MISUSE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("replay", SMALL, "--policy", "hybrd"), "unknown policy 'hybrd'; did you mean 'hybrid'? (choices: constrained,"),
     (("replay", SMALL, "--policy", "hybrid:prefx=none"), "unknown policy setting 'prefx'; did you mean 'prefix'?"),
@@ -62,13 +63,20 @@ MISUSE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("sweep", SMALL, "--grid", "kv-blocks=1", "--backend", "dask"), "--backend dask needs --cluster ADDRESS"),
     (("sweep", SMALL, "--grid", "kv-blocks=1", "--cluster", "tcp://x:1"), "needs --backend dask or ray"),
     (("sweep", SMALL, "--grid", "kv-blocks=1", "--backend", "dusk"), "'dusk' is not one of 'loky', 'dask', 'ray'"),
+    ((*JUDGED, "--device", "cpu"), "--device cpu says where --engine runs, and that is not given"),
+    ((*JUDGED, "--dtype", "float32"), "--dtype float32 says where --engine runs"),
+    ((*JUDGED, "--engine-model", "smollm2"), "--engine-model smollm2 says where --engine runs"),
+    ((*JUDGED, "--why", "a hunch"), "--why 'a hunch' goes into the history of a --registry, and there is none"),
+    (("promote", "hybrid", "--admin-key-file", OWN), f"--admin-key-file {OWN} is for the server of --live"),
+    (("rollback", "--admin-key-file", OWN), f"--admin-key-file {OWN} is for the server of --live"),
     (("policy", "show", "hybrd"), "did you mean 'hybrid'?"),
     (("memry",), "No such command 'memry'"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISUSE, ids=[" ".join(arguments) for arguments, _ in MISUSE])
-def test_misuse(arguments: tuple[str, ...], words: str) -> None:
+def test_misuse(arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZLAB_REGISTRY", raising=False)
     result = zlab(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""

@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 needs_smollm2 = pytest.mark.skipif(find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed")
 FEW = "synth:amc23?num_problems=3&samples=2&mu=3.5&cap=60"  # 6 requests of about 130 prompt and 40 output tokens
 POOL = ("--kv-blocks", "40", "--block-size", "16", "--model", "dummy:tiny")
+TINY = ("--model", "dummy:tiny", "--device", "cpu")
 HYBRID = ("--policy", "hybrid:budget.tokens=96")
 
 
@@ -141,6 +142,12 @@ def test_bench_refuses_what_makes_no_sense(tmp_path: Path) -> None:
         ((FEW, *POOL, "--max-model-len", "50000"), "max_model_len 50000 is more than the 40960 positions of tiny"),
         ((FEW, *POOL, "--policy", "hybrid"), "a budget of 129 blocks does not fit in a pool of 40"),
         ((FEW, *POOL, "--gpu", "h200"), "No such option: --gpu"),
+        (
+            (FEW, *POOL, "--memory-utilisation", "0.5"),
+            "--memory-utilisation decides how many blocks fit: it does not go",
+        ),
+        ((FEW, *TINY, "--memory-utilisation", "2"), "--memory-utilisation must be above 0 and at most 1, not 2"),
+        ((FEW, *TINY, "--memory-utilisation", "0.5"), "a share of memory (0.5) is taken of a GPU's, and this is cpu"),
     ):
         result = zlab("bench", *arguments)
         assert result.exit_code == 2, result.output

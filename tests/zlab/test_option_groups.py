@@ -2,17 +2,23 @@
 
 import inspect
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from engine.build import MEMORY_SHARE
+from engine.server.watch import WatchSettings
+from policies.core.limits import Limits
+from sim.memory import MemorySettings
 from sim.scenario import DEFAULTS, Scenario
 from zlab import app
 from zlab.cluster import SpreadOptions
+from zlab.engine_options import MemoryShare
 from zlab.option_groups import with_groups
-from zlab.options import ReadingOptions, ScenarioOptions, SizeOptions
+from zlab.options import MemoryUtilisation, ReadingOptions, ScenarioOptions, SizeOptions
+from zlab.serve_options import WatchOptions
 
 Depth = Annotated[int, typer.Option("--depth", min=1, help="How deep.")]
 
@@ -106,6 +112,28 @@ def test_every_command_that_simulates_takes_all_of_a_scenario(name: str) -> None
     assert ScenarioOptions().scenario() == DEFAULTS
     chosen = ScenarioOptions(gpu="h100", sizes=SizeOptions(block_size=32), cost="measured")
     assert chosen.scenario("full-kv") == Scenario("full-kv", "h100", block_size=32, cost="measured")
+
+
+def shown(group: Any) -> dict[str, Any]:
+    """By field, the default that the help names where the option's own is None."""
+    hints = get_type_hints(group, include_extras=True)
+    options = {item.name: hints[item.name].__metadata__[0] for item in fields(group) if item.default is None}
+    return {name: option.show_default for name, option in options.items()}
+
+
+def test_the_help_names_the_defaults_that_hold() -> None:
+    """They are chosen elsewhere, so the options only repeat them."""
+    limits = {item.name: item.default for item in fields(Limits)}
+    sizes = shown(SizeOptions)
+    assert sizes.pop("kv_blocks") == "as many as fit"
+    assert sizes.pop("max_model_len") == "the model's limit"
+    assert sizes == {name: str(limits[name]) for name in ("max_batched_tokens", "max_running", "host_blocks")}
+    watched = {item.name: item.default for item in fields(WatchSettings)}
+    watch = shown(WatchOptions)
+    assert watch.pop("gates") is True, "there is no default"
+    assert watch == {name: f"{watched[name]:g}" for name in ("window_s", "min_requests")}
+    memory = [get_args(option)[1].show_default for option in (MemoryShare, MemoryUtilisation)]
+    assert memory == [f"{MEMORY_SHARE:g}", f"{MemorySettings().utilisation:g}"]
 
 
 @pytest.mark.parametrize("name", ["replay", "compare", "sweep", "validate", "bench", "parity", "serve"])
