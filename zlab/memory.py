@@ -9,10 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from policies.core.limits import Limits
 from sim.errors import SimError
 from sim.hardware import GIB, find_gpu, find_model
 from sim.memory import MemoryPlan, MemorySettings, plan_memory
 
+LIMITS = Limits(num_blocks=1)  # what a step is bounded by where nothing else is said
 DEFAULT_BUDGET_BLOCKS = 9  # with blocks of 256, 2,048 tokens kept and room for the next 256
 
 
@@ -23,8 +25,8 @@ def memory(
     ] = "qwen3-8b",
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 256,
     utilisation: Annotated[float, typer.Option(help="Share of the card's memory the engine may use.")] = 0.9,
-    max_batched_tokens: Annotated[int, typer.Option(help="Most tokens of one step.")] = 16_384,
-    max_running: Annotated[int, typer.Option(help="Most requests of one step.")] = 256,
+    max_batched_tokens: Annotated[int, typer.Option(help="Most tokens of one step.")] = LIMITS.max_batched_tokens,
+    max_running: Annotated[int, typer.Option(help="Most requests of one step.")] = LIMITS.max_running,
     max_model_len: Annotated[
         int | None, typer.Option(show_default="the model's limit", help="Longest request.")
     ] = None,
@@ -43,7 +45,11 @@ def memory(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what takes a card's memory, term by term, and how many KV blocks fit."""
+    """Show what takes a card's memory, term by term, and how many KV blocks fit.
+
+    Steps are as large by default as those of `zlab replay` and of the engine, so `zlab replay` has as many blocks under
+    a policy that compresses nothing.
+    """
     if not math.isfinite(reserve_gib):
         raise typer.BadParameter(f"must be finite, got {reserve_gib}", param_hint="--reserve-gib")
     compression = {

@@ -10,20 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from engine.build import EngineSettings
 from sim.errors import SimError
 from sim.hardware import GIB, GPUS, MODELS
 from sim.memory import MemoryPlanError, MemorySettings, activation_bytes, plan_memory
+from sim.scenario import Scenario
 from zlab.memory import memory
 
 H200, QWEN3_8B = GPUS["h200"], MODELS["qwen3-8b"]
-HYBRID = MemorySettings(num_slots=56, budget_blocks=9)
+STEP_TOKENS = 8192
+HYBRID = MemorySettings(num_slots=56, budget_blocks=9, max_batched_tokens=STEP_TOKENS)
 
 
 def test_terms_of_qwen3_8b_on_h200_by_hand() -> None:
     plan = plan_memory(H200, QWEN3_8B, HYBRID)
     assert plan.weight_bytes == 2 * 8_190_735_360
-    # Residual and the MLP's input (2 x 4096), gate, up and product (3 x 12288), of 16,384 tokens in bf16.
-    assert plan.activation_bytes == 16_384 * (2 * 4096 + 3 * 12_288) * 2
+    # Residual and the MLP's input (2 x 4096), gate, up and product (3 x 12288), of 8,192 tokens in bf16.
+    assert plan.activation_bytes == 8_192 * (2 * 4096 + 3 * 12_288) * 2
     assert plan.reserve_bytes == 3 * GIB // 2
     assert plan.query_slot_bytes == 56 * 36 * 16 * 32 * 128 * 2
     assert plan.score_cache_bytes == 56 * 9 * 256 * 36 * 8 * 4
@@ -31,13 +34,13 @@ def test_terms_of_qwen3_8b_on_h200_by_hand() -> None:
     # and a layer's K and V.
     assert plan.workspace_bytes == 40_960 * (36 * 8 * 5 * 4 + 2 * 8 * 128 * 2)
     assert plan.block_bytes == 256 * 147_456
-    fixed = 16_381_470_720 + 1_476_395_008 + 1_610_612_736 + 264_241_152 + 148_635_648 + 403_701_760
+    fixed = 16_381_470_720 + 738_197_504 + 1_610_612_736 + 264_241_152 + 148_635_648 + 403_701_760
     assert plan.num_blocks == (int(139.80 * GIB * 0.9) - fixed) // (256 * 147_456)
     assert plan.num_tokens == 256 * plan.num_blocks
 
 
 def test_without_slots_nothing_is_kept_for_compression() -> None:
-    plan = plan_memory(H200, QWEN3_8B, MemorySettings())
+    plan = plan_memory(H200, QWEN3_8B, MemorySettings(max_batched_tokens=STEP_TOKENS))
     assert plan.query_slot_bytes == plan.score_cache_bytes == plan.workspace_bytes == 0
     assert plan.num_blocks > plan_memory(H200, QWEN3_8B, HYBRID).num_blocks
 
@@ -149,8 +152,16 @@ def run(*arguments: str) -> tuple[int, str, str]:
 def test_the_command_prints_one_json_object() -> None:
     code, out, _ = run("--slots", "56", "--window", "8", "--block-size", "64", "--json")
     assert code == 0
-    expected = plan_memory(H200, QWEN3_8B, MemorySettings(block_size=64, num_slots=56, budget_blocks=9, window=8))
+    expected = plan_memory(H200, QWEN3_8B, replace(HYBRID, block_size=64, window=8))
     assert json.loads(out) == expected.as_dict()
+
+
+def test_the_command_finds_as_many_blocks_as_a_simulation_starts_with() -> None:
+    code, out, _ = run("--gpu", "h200", "--model", "qwen3-8b", "--json")
+    assert code == 0
+    assert json.loads(out)["num_blocks"] == Scenario("full-kv", "h200", "qwen3-8b").set_up().limits.num_blocks == 3082
+    assert json.loads(out)["settings"]["max_batched_tokens"] == EngineSettings.max_batched_tokens == STEP_TOKENS
+    assert json.loads(out)["settings"]["max_running"] == EngineSettings.max_running
 
 
 def test_the_table_shows_every_term_and_whether_the_slots_fit() -> None:
