@@ -3,15 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 
+from engine.calibrate import CalibrationSettings
 from engine.calibrate_grid import QUICK, Chunks
 from sim.cost import CostModel
 from sim.profile import load_profile
 from tests.sim.made_up import TRUTH, document
 from tests.zlab.command_line import errors, zlab
+from zlab.calibrate import MeasuringOptions
 
 torch.set_num_threads(1)
 FEW = replace(
@@ -19,6 +22,7 @@ FEW = replace(
     mixed_batches=(2,), mixed_context=3, mixed=(Chunks(1, 16),), beside=(2,), beside_batches=(1,), sources=(3, 5),
     compressed=(1, 2), swapped=(1, 3), sampled=(2,), repeats=2, steps=2,
 )  # fmt: skip
+FROM = ("--from", "m.json")
 TINY = ("--model", "dummy:tiny", "--device", "cpu", "--block-size", "16", "--max-running", "4", "--kv-blocks", "100")
 
 
@@ -72,7 +76,13 @@ def test_measurements_of_a_gpu_become_its_profile(tmp_path: Path) -> None:
         (("--model", "dummy:tiny", "--from", "m.json"), "give either --model, to measure it, or --from FILE"),
         (("--from", "nowhere.json"), "cannot read measurements nowhere.json"),
         (("--model", "dummy:tiny", "--out", "nowhere"), "--out nowhere: there is no such folder"),
-        (("--from", "m.json", "--measurements", "x"), "--from m.json measures nothing"),
+        ((*FROM, "--measurements", "x"), "--from m.json measures nothing: --measurements x would do nothing"),
+        ((*FROM, "--device", "cpu"), "--from m.json measures nothing: --device cpu would do nothing"),
+        ((*FROM, "--dtype", "float32"), "measures nothing: --dtype float32 would do nothing"),
+        ((*FROM, "--block-size", "256"), "measures nothing: --block-size 256 would do nothing"),
+        ((*FROM, "--max-running", "256"), "measures nothing: --max-running 256 would do nothing"),
+        ((*FROM, "--kv-blocks", "9"), "measures nothing: --kv-blocks 9 would do nothing"),
+        ((*FROM, "--quick", "--seconds", "270"), "measures nothing: --quick and --seconds 270 would do nothing"),
         (("--model", "dummy:tyni"), "unknown model shape 'tyni'; did you mean 'tiny'"),
         (("--model", "dummy:tiny", "--device", "tpu"), "no device 'tpu' here"),
         (("--model", "dummy:tiny", "--dtype", "half"), "unknown dtype 'half'"),
@@ -87,3 +97,19 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], words: str) 
     assert result.exit_code == 2
     assert words in errors(result)
     assert result.stdout == ""
+
+
+def test_what_is_not_given_is_left_to_the_settings() -> None:
+    """The help repeats them."""
+    assert MeasuringOptions().settings() == {}
+    hints = get_type_hints(MeasuringOptions, include_extras=True)
+    shown = {name: hints[name].__metadata__[0].show_default for name in ("block_size", "max_running", "seconds")}
+    settings = CalibrationSettings("dummy:tiny")
+    assert shown == {
+        "block_size": f"{settings.block_size}", "max_running": f"{settings.max_running}",
+        "seconds": f"{settings.limit_s:g}",
+    }  # fmt: skip
+    given = MeasuringOptions("cpu", "float32", 16, 4, 100, True, 5.0, Path("m.json"))
+    assert CalibrationSettings("dummy:tiny", **given.settings()) == CalibrationSettings(
+        "dummy:tiny", "cpu", "float32", None, 16, 4, 100, True, 5.0
+    )
