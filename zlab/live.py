@@ -8,10 +8,11 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from policies.registry import Change, Stage
@@ -38,33 +39,50 @@ class SilentError(LiveError):
     """It did not answer, or not so that one could tell: nobody knows whether it did."""
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where a server is: its address as given, and that taken apart."""
+
+    url: str
+    is_secure: bool
+    host: str
+    port: int | None  # None: that of the scheme
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> Self:
+        """Raise MisuseError on an address that is none, without repeating one that may have a key in it."""
+        if "@" in url:  # also where nothing can be made of the rest
+            raise MisuseError(f"--live: no key in the address; put it into ${KEY_NAME} or --admin-key-file")
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise MisuseError(f"--live {url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise MisuseError(f"--live {url}: must be an address as http://127.0.0.1:8000")
+        return cls(url.rstrip("/"), parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/") + PATH)
+
+
 class LiveServer:
     """A server by its address, with the key of its administrator."""
 
-    def __init__(self, url: str, key: str) -> None:
-        """Raise MisuseError on an address that is none."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise MisuseError(f"--live {url}: must be an address as http://127.0.0.1:8000")
-        if parts.username is not None or parts.password is not None:
-            raise MisuseError(f"--live: no key in the address; put it into ${KEY_NAME} or --admin-key-file")
-        try:
-            self._port = parts.port
-        except ValueError as error:
-            raise MisuseError(f"--live {url}: {error}") from error
-        self.url = url.rstrip("/")
-        self._is_secure = parts.scheme == "https"
-        self._host = parts.hostname
-        self._path = parts.path.rstrip("/") + PATH
+    def __init__(self, at: Address, key: str) -> None:
+        self._at = at
         self._key = key
+
+    @property
+    def url(self) -> str:
+        """Its address as given, without a slash at the end."""
+        return self._at.url
 
     @property
     def shows_key(self) -> bool:
         """Whether the key travels over a network that others may read."""
-        if self._is_secure or self._host == "localhost":
+        if self._at.is_secure or self._at.host == "localhost":
             return False
         try:
-            return not ip_address(self._host).is_loopback
+            return not ip_address(self._at.host).is_loopback
         except ValueError:
             return True
 
@@ -100,8 +118,8 @@ class LiveServer:
 
     def _ask(self, method: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         """The answer as an object. Raises LiveError."""
-        kind = HTTPSConnection if self._is_secure else HTTPConnection
-        connection = kind(self._host, self._port, timeout=CONNECT_S)
+        kind = HTTPSConnection if self._at.is_secure else HTTPConnection
+        connection = kind(self._at.host, self._at.port, timeout=CONNECT_S)
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         try:
             try:
@@ -111,7 +129,7 @@ class LiveServer:
             if isinstance(connection.sock, socket.socket):
                 connection.sock.settimeout(ANSWER_S)
             try:
-                connection.request(method, self._path, json.dumps(body) if body is not None else None, headers)
+                connection.request(method, self._at.path, json.dumps(body) if body is not None else None, headers)
                 response = connection.getresponse()
                 status, content = response.status, response.read(MOST_BYTES)
             except (OSError, HTTPException) as error:
@@ -138,11 +156,15 @@ class LiveServer:
 
 
 def open_server(url: str, key_file: Path | None) -> LiveServer:
-    """The server at the address, with the key of the file, or of the environment. Raises MisuseError without one."""
+    """The server at the address, with the key of the file, or of the environment.
+
+    Raises MisuseError on an address that is none, then without a key.
+    """
+    at = Address.of(url)
     key = key_file.read_text("utf-8").strip() if key_file is not None else os.environ.get(KEY_NAME, "").strip()
     if not key:
         where = f"{key_file} is empty" if key_file is not None else f"set ${KEY_NAME} or give --admin-key-file FILE"
         raise MisuseError(f"--live {url} needs the server's admin key: {where}")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise MisuseError("the admin key must be one word of printable ASCII letters")
-    return LiveServer(url, key)
+    return LiveServer(at, key)

@@ -114,7 +114,14 @@ def test_force_needs_a_reason_and_is_kept(path: Path) -> None:
         (("promote", "hybrid", "--gpu", "h20"), "did you mean 'h200'?"),
         (("promote", "hybrid", "--who", ""), "--who needs a name"),
         (("promote", "hybrid", "--live", "127.0.0.1:8000"), "must be an address as http://127.0.0.1:8000"),
+        (("promote", "hybrid", "--live", "localhost:8000"), "must be an address as http://127.0.0.1:8000"),
+        (("rollback", "--live", "localhost:8000"), "--live localhost:8000: must be an address"),
         (("promote", "hybrid", "--live", "http://me:secret@x"), "no key in the address"),
+        (("promote", "hybrid", "--live", "http://me:secret@x?y"), "no key in the address"),
+        (("promote", "hybrid", "--live", "me:secret@x:8000"), "no key in the address"),
+        (("promote", "hybrid", "--live", "http://me:secret@[x"), "no key in the address"),
+        (("promote", "hybrid", "--live", "http://me:secret@x:99999"), "no key in the address"),
+        (("promote", "hybrid", "--live", "http://[::1"), "--live http://[::1: Invalid IPv6 URL"),
         (("promote", "hybrid", "--live", "http://x:99999"), "Port out of range"),
         (("promote", "hybrid", "--evidence", "nix.json"), "'nix.json' does not exist"),
         (("rollback", "--of", "validated"), "is not one of 'canary', 'live'"),
@@ -123,10 +130,13 @@ def test_force_needs_a_reason_and_is_kept(path: Path) -> None:
         (("history", "--gpu", "h20"), "did you mean 'h200'?"),
     ],
 )
-def test_misuse(path: Path, arguments: tuple[str, ...], words: str) -> None:
-    said = refused(*arguments, code=2)
-    assert words in said
-    assert "secret" not in said
+def test_misuse(path: Path, arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without an admin key: what is wrong with an address is said before one is asked for."""
+    for _ in range(2):
+        said = refused(*arguments, code=2)
+        assert words in said
+        assert "secret" not in said
+        monkeypatch.delenv(KEY_NAME, raising=False)
 
 
 def test_without_a_registry(tmp_path: Path) -> None:
