@@ -37,7 +37,10 @@ class Kernels(Protocol):
         """
 
     def plan_decodes(self, lengths: torch.Tensor, workspace: DecodeWorkspace, most_tokens: int) -> DecodePlan:
-        """Cut a batch of `lengths [B]` (int32) into items, those of a whole split first.
+        """Cut a batch of `lengths [B]` (int32) into items: whole splits first, then each request's last, shorter one.
+
+        Of the last ones the longest go first, by class of length; within a class the order is that of the batch. Plain
+        torch takes the batch at once and lays out no items.
 
         `most_tokens`: no less than the lengths add up to; a launch is laid out for so many. Requests beyond that, or
         beyond the workspace, have no room. No launch of an earlier plan for this workspace may come behind this one.
