@@ -95,11 +95,13 @@ class _Calibration:
         self._skipped: list[dict[str, str]] = []
         self._stopped = ""  # why the engine of this stage can do nothing more
         self._window = load_policy("hybrid").compression.window
+        self._graph_tokens = 0
 
     def steps(self) -> None:
         """Steps and swaps of an engine that compresses nothing."""
         grid = self._grid
         with self._stage("full-kv") as stage:
+            self._graph_tokens = stage.engine.runner.graph_tokens
             for blocks in grid.contexts:
                 for batch in self._batches(grid.batches):
                     self._add("steps", f"decode {batch} x {blocks}", decode_cell, stage, batch, blocks, *self._times)
@@ -167,6 +169,7 @@ class _Calibration:
             "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
             "block_size": settings.block_size,
             "window": self._window,
+            "graph_tokens": self._graph_tokens,
             "settings": asdict(replace(settings, dtype=None)),
             "wall_s": self._deadline.seconds,
             **self._cells,

@@ -52,6 +52,11 @@ class MixedSteps:
         self._wide = torch.empty(0, dtype=torch.int64)
         self._narrow = torch.empty(0, dtype=torch.int32)
 
+    @property
+    def graph_tokens(self) -> int:
+        """The most tokens of a step that a graph has room for; 0 without graphs."""
+        return max(self._captured, default=0)
+
     def run(
         self,
         chunks: Sequence[PrefillChunk],

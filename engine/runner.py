@@ -106,6 +106,11 @@ class Runner:
         return result
 
     @property
+    def graph_tokens(self) -> int:
+        """Tokens, of decodes and chunks together, up to which a step with chunks may run as a graph; 0 without."""
+        return self._mixed.graph_tokens
+
+    @property
     def num_rows(self) -> int:
         """Requests that have a row on the device."""
         return len(self._row_of)

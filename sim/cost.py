@@ -23,6 +23,7 @@ COEFFICIENT_UNITS: dict[str, str] = {
     "attention_pair_s": "s per (query, key) pair of a prefill",
     "launch_s": "s to launch a step with prefill chunks, begun when the host is free",
     "mixed_launch_s": "s more where it has decodes, too",
+    "graph_tokens": "tokens, those of decodes and of chunks, up to which such a step is a graph and launched at once",
     "compression_start_s": "s per step that starts compressions",
     "compression_launch_s": "s per compressed sequence",
     "compression_source_token_s": "s per token taking part in a compression",
@@ -99,6 +100,7 @@ class CostModel:
     attention_pair_s: float
     launch_s: float
     mixed_launch_s: float
+    graph_tokens: float
     compression_start_s: float
     compression_launch_s: float
     compression_source_token_s: float
@@ -148,9 +150,9 @@ class CostModel:
         """Seconds of a step that mixes decodes (as in `decode_seconds`) with `num_prefills` prefill chunks.
 
         `prefill_tokens` are the chunks' tokens; `prefill_pairs` their (query, key) pairs, summed over the chunks
-        (`policies.core.plan`). Equal to `decode_seconds`, to the last bit, when the three are zero. With chunks the
-        step is no graph: launching it takes `launch_seconds`, begun `before_s` ago when the host became free
-        (`host_free_seconds`); what is left of that hides behind the device's work, or is waited for.
+        (`policies.core.plan`). Equal to `decode_seconds`, to the last bit, when the three are zero. Launching a step
+        with chunks takes `launch_seconds`, begun `before_s` ago when the host became free (`host_free_seconds`); what
+        is left of that hides behind the device's work, or is waited for.
         """
         if not num_prefills:
             return self.decode_seconds(num_decodes, context_tokens)
@@ -163,24 +165,26 @@ class CostModel:
         matmul_s = rounded_maximum(self.weight_read_s, arithmetic_s, self.corner)
         work_s = self.step_s + matmul_s + self.request_s * (num_decodes + num_prefills) + attention_s
         work_s += self.attention_pair_s * prefill_pairs
-        return max(work_s, self.launch_seconds(num_decodes) - before_s)
+        return max(work_s, self.launch_seconds(num_decodes, prefill_tokens) - before_s)
 
     def _wait_s(self, num_decodes: int, context_tokens: int) -> float:
         """Seconds to read the mean context in a row, or as much of it as one piece holds."""
         return self.attention_wait_token_s * min(context_tokens / max(num_decodes, 1), SPLIT_TOKENS)
 
-    def launch_seconds(self, num_decodes: int) -> float:
-        """Seconds for which a step with prefill chunks keeps the host."""
+    def launch_seconds(self, num_decodes: int, prefill_tokens: int) -> float:
+        """Seconds for which a step with prefill chunks keeps the host; none where a graph has room for it."""
+        if num_decodes + prefill_tokens <= self.graph_tokens:
+            return 0.0
         return self.launch_s + (self.mixed_launch_s if num_decodes else 0.0)
 
-    def host_free_seconds(self, num_decodes: int, num_prefills: int, before_s: float, took_s: float) -> float:
+    def host_free_seconds(self, num_decodes: int, prefill_tokens: int, before_s: float, took_s: float) -> float:
         """How long the host has been free when a step that took `took_s` ends: `before_s` of the next one.
 
         It may launch the next one from this one's start on, but for what it then still had to launch of this one.
         """
-        if not num_prefills:
+        if not prefill_tokens:
             return took_s
-        return max(took_s - max(self.launch_seconds(num_decodes) - before_s, 0.0), 0.0)
+        return max(took_s - max(self.launch_seconds(num_decodes, prefill_tokens) - before_s, 0.0), 0.0)
 
     def compression_seconds(self, source_tokens: int, kept_tokens: int) -> float:
         """Seconds to compress one sequence from `source_tokens` to `kept_tokens`, alone on the GPU.
@@ -249,6 +253,7 @@ def roofline(
         corner=0.0,
         launch_s=0.0,
         mixed_launch_s=0.0,
+        graph_tokens=0.0,
         compression_start_s=0.0,
         compression_launch_s=efficiencies.compression_launch_s,
         compression_source_token_s=source_s / efficiencies.compression,

@@ -31,8 +31,10 @@ class Steps:
     device longer than any launch: either way nothing of its launch was over. One beside decodes follows decodes alone.
     """
 
-    def __init__(self, table: Table, model: Model) -> None:
+    def __init__(self, table: Table, model: Model, graph_tokens: int) -> None:
+        """`graph_tokens` as in `Measurements`."""
         self.table = table
+        self._graph_tokens = graph_tokens
         self.measured = table["seconds"]
         self._model = model
         self._before_s = np.where(table["decodes"] > 0, table["before_s"], 0.0)
@@ -74,7 +76,8 @@ class Steps:
             np.ones(len(table)), flops, heads, table["context_tokens"], table["decodes"] > 0, table["prefill_pairs"],
         )  # fmt: skip
         work = np.stack(amounts, axis=1).astype(np.float64)[kept]
-        chunked = (table["prefills"] > 0)[kept]
+        launched = (table["prefills"] > 0) & (table["decodes"] + table["prefill_tokens"] > self._graph_tokens)
+        chunked = launched[kept]
         launching = measured + self._before_s[kept]  # from when a step could be launched to its end
         starts = []
         for share in START_LAUNCHES:
@@ -98,6 +101,7 @@ class Steps:
         found = {name: float(value) for name, value in zip(STEP_TERMS, values, strict=True)}
         flop_s = found.pop("product_flop_s")
         return found | {
+            "graph_tokens": float(self._graph_tokens),
             "layer_token_s": flop_s * self._model.layer_flops_per_token,
             "head_row_s": flop_s * self._model.head_flops_per_row,
         }

@@ -34,7 +34,7 @@ def fit(measured: Measurements) -> Profile:
     shape: dict[str, Any] = dict(measured.shape)
     model = Model(measured.model, tied_embeddings=False, max_positions=1, **shape)
     parts: list[Part] = [
-        Steps(measured.tables["steps"], model),
+        Steps(measured.tables["steps"], model, measured.graph_tokens),
         Compressions(measured.tables["compressions"]),
         Swaps(measured.tables["swaps"]),
     ]

@@ -64,6 +64,7 @@ class Measurements:
     versions: Mapping[str, str]
     block_size: int
     window: int
+    graph_tokens: int  # decodes and chunks together, up to which a step with chunks is a graph; 0 in older files
     tables: Mapping[str, Table]
 
 
@@ -91,6 +92,7 @@ def parse_measurements(document: Any, where: str = "measurements") -> Measuremen
         date=_text(document, "date", where),
         block_size=_whole(document, "block_size", where, least=1),
         window=_whole(document, "window", where, least=1),
+        graph_tokens=_whole({"graph_tokens": 0} | document, "graph_tokens", where),
         shape={name: _whole(shape, name, f"{where}: shape", least=1) for name in SHAPE},
         versions={str(name): str(value) for name, value in versions.items()},
         tables={name: _table(document, name, where) for name in COUNTS},

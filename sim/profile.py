@@ -1,6 +1,6 @@
 """Measured coefficients on disk: what a calibration writes and a simulation reads instead of the roofline.
 
-The format `zlab-profile/2` is described in docs/COST.md; a file is named `<gpu>-<model>-<dtype>.json`.
+The format `zlab-profile/3` is described in docs/COST.md; a file is named `<gpu>-<model>-<dtype>.json`.
 """
 
 import difflib
@@ -17,8 +17,8 @@ from sim.errors import SimError
 from sim.model_config import DTYPE_BYTES
 from sim.model_shape import Model
 
-FORMAT = "zlab-profile/2"
-OLD_FORMATS = ("zlab-profile/1",)  # without corner, attention_wait_token_s and mixed_launch_s
+FORMAT = "zlab-profile/3"
+OLD_FORMATS = ("zlab-profile/1", "zlab-profile/2")  # without coefficients that there are now
 PROFILES = Path(__file__).parent / "profiles"
 FIT_PARTS = ("decode", "prefill", "mixed", "compression", "overlap", "swap")
 SHAPE = ("num_layers", "hidden", "intermediate", "num_query_heads", "num_kv_heads", "head_dim", "vocab")

@@ -169,7 +169,7 @@ class Simulation:
         if not plan.prefills:
             return start_ns
         before_s, took_s = (start_ns - self._free_ns) / NS_PER_S, (self._now_ns - start_ns) / NS_PER_S
-        counts = plan.num_decodes, len(plan.prefills)
+        counts = plan.num_decodes, plan.num_prefill_tokens
         return self._now_ns - to_ns(self._cost.host_free_seconds(*counts, before_s, took_s))
 
     def _carry_out(self, plan: StepPlan) -> Process:

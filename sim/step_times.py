@@ -28,7 +28,7 @@ def step_seconds(cost: CostModel, steps: Columns) -> FloatArray:
     seconds = cost.step_s + _rounded_maximum(np.full(len(products), cost.weight_read_s), products, cost.corner)
     seconds = seconds + cost.request_s * (decodes + prefills)
     seconds = seconds + _rounded_maximum(in_a_row, cost.kv_read_token_s * context, cost.corner)
-    launch = launch_seconds(cost, decodes) - steps.get("before_s", np.zeros(len(decodes)))
+    launch = launch_seconds(cost, decodes, steps["prefill_tokens"]) - steps.get("before_s", np.zeros(len(decodes)))
     chunked = np.maximum(seconds + cost.attention_pair_s * steps["prefill_pairs"], launch)
     found = np.where(prefills > 0, chunked, seconds)
     return np.asarray(np.where(decodes + prefills > 0, found, 0.0), dtype=np.float64)
@@ -42,9 +42,10 @@ def _rounded_maximum(first_s: FloatArray, second_s: FloatArray, corner: float) -
     return np.asarray(longer * (1.0 + share ** (1.0 / corner)) ** corner)
 
 
-def launch_seconds(cost: CostModel, decodes: FloatArray) -> FloatArray:
+def launch_seconds(cost: CostModel, decodes: FloatArray, prefill_tokens: FloatArray) -> FloatArray:
     """`CostModel.launch_seconds` of every step."""
-    return np.asarray(cost.launch_s + cost.mixed_launch_s * (decodes > 0))
+    launched = cost.launch_s + cost.mixed_launch_s * (decodes > 0)
+    return np.where(decodes + prefill_tokens <= cost.graph_tokens, 0.0, launched)
 
 
 def host_free_before(cost: CostModel, steps: Columns, took_s: FloatArray, afresh: npt.NDArray[np.bool_]) -> FloatArray:
@@ -57,7 +58,7 @@ def host_free_before(cost: CostModel, steps: Columns, took_s: FloatArray, afresh
     found[afresh] = 0.0
     for place in np.flatnonzero(steps["prefills"][:-1] > 0):
         if not afresh[place + 1]:
-            counts = int(steps["decodes"][place]), int(steps["prefills"][place])
+            counts = int(steps["decodes"][place]), int(steps["prefill_tokens"][place])
             found[place + 1] = cost.host_free_seconds(*counts, float(found[place]), float(took_s[place]))
     return found
 

@@ -15,6 +15,7 @@ from sim.cost import COEFFICIENT_UNITS, SPLIT_TOKENS, CostModel, Efficiencies, r
 from sim.errors import SimError
 from sim.hardware import GPUS, MODELS, Gpu
 from sim.model_shape import Model
+from sim.step_times import step_seconds
 
 H200 = roofline(GPUS["h200"], MODELS["qwen3-8b"])
 # Coefficients that are powers of two, so that every sum below is exact.
@@ -33,6 +34,7 @@ PLAIN = CostModel(
     corner=0.0,
     launch_s=100.0,
     mixed_launch_s=8.0,
+    graph_tokens=0.0,
     compression_start_s=16.0,
     compression_launch_s=2.0,
     compression_source_token_s=0.5,
@@ -66,6 +68,20 @@ def test_a_small_mixed_step_waits_for_its_launches() -> None:
     assert PLAIN.step_seconds(1, 16, 4, 0, 1) == 108
     assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=20.0) == 88  # that much was over when it began
     assert PLAIN.step_seconds(1, 16, 4, 0, 1, before_s=60.0) == 66.25
+
+
+def test_a_mixed_step_in_a_graph_waits_for_no_launch() -> None:
+    graphs = replace(PLAIN, graph_tokens=5.0)
+    assert graphs.step_seconds(1, 16, 4, 0, 1) == 66.25
+    assert graphs.step_seconds(1, 16, 5, 0, 1) == 108  # six tokens: there is no graph of so many
+    assert graphs.step_seconds(0, 0, 5, 0, 1) == 1 + 64 + 0.125
+    assert graphs.host_free_seconds(1, 4, 0.0, 66.25) == 66.25
+    assert graphs.host_free_seconds(1, 5, 0.0, 108.0) == 0
+    steps = {
+        "decodes": np.array([1.0, 1, 0]), "context_tokens": np.array([16.0, 16, 0]), "prefills": np.ones(3),
+        "prefill_tokens": np.array([4.0, 5, 5]), "prefill_pairs": np.zeros(3),
+    }  # fmt: skip
+    assert step_seconds(graphs, steps).tolist() == [66.25, 108, 65.125]
 
 
 def test_the_host_is_free_when_it_has_launched() -> None:
@@ -186,6 +202,7 @@ def test_roofline_coefficients_by_hand() -> None:
         "corner": 0.0,
         "launch_s": 0.0,
         "mixed_launch_s": 0.0,
+        "graph_tokens": 0.0,
         "compression_start_s": 0.0,
         "compression_launch_s": 0.004,
         "compression_source_token_s": (kv_bytes / 1e6 + score_flops / 1e7) / 0.1,

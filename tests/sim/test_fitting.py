@@ -37,6 +37,16 @@ def test_without_noise_every_coefficient_comes_back() -> None:
     assert profile.name == "h200-qwen3-8b-bfloat16"
 
 
+def test_steps_in_graphs_are_not_taken_for_launched_ones() -> None:
+    """What a launch takes then shows in no cell: the device is busy for longer. The rest comes back all the same."""
+    truth = TRUTH | {"graph_tokens": 1024.0}
+    profile = fit(parse_measurements(document(truth, 0.0, 0)))
+    for name, value in truth.items():
+        if name not in ("launch_s", "mixed_launch_s"):
+            assert profile.coefficients[name] == pytest.approx(value, rel=0.02 if "compression_" in name else 1e-4), name
+    assert profile.fit_error["mixed"].max_relative < 1e-3
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_through_noise(seed: int) -> None:
     """A hundredth of noise on every cell: figures within a few hundredths, step times within half of one."""

@@ -113,7 +113,7 @@ def drop(*keys: str) -> Callable[[dict[str, Any]], None]:
         (put("coefficients", "step_s", "units", value="s"), r"step_s: unknown key 'units'; did you mean 'unit'"),
         (drop("coefficients", "swap_token_s"), "coefficients: missing 'swap_token_s'"),
         (drop("card"), "missing 'card'"),
-        (put("format", value="zlab-profile/3"), "format is 'zlab-profile/3', this version reads 'zlab-profile/2'$"),
+        (put("format", value="zlab-profile/4"), "format is 'zlab-profile/4', this version reads 'zlab-profile/3'$"),
         (
             put("format", value="zlab-profile/1"),
             r"format is 'zlab-profile/1', .*; fit its measurements again \(zlab calibrate --from FILE\)",

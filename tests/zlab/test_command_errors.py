@@ -111,7 +111,7 @@ def profile(**changes: object) -> str:
     model = find_model("qwen3-8b")
     coefficients = {name: {"value": values[name], "unit": unit} for name, unit in COEFFICIENT_UNITS.items()}
     document = {
-        "format": "zlab-profile/2", "gpu": "h200", "model": "qwen3-8b", "dtype": "bfloat16", "card": "NVIDIA H200",
+        "format": "zlab-profile/3", "gpu": "h200", "model": "qwen3-8b", "dtype": "bfloat16", "card": "NVIDIA H200",
         "date": "2026-11-29", "versions": {"torch": "2"}, "block_size": 256, "window": 16, "coefficients": coefficients,
         "fit_error": {"decode": {"mean_relative": 0.01, "max_relative": 0.02, "num_points": 9}},
         "held_out_error": {"decode": {"mean_relative": 0.01, "max_relative": 0.02, "num_points": 9}},
