@@ -31,6 +31,19 @@ def fail(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
+def _name_value(error: typer.BadParameter) -> None:
+    """Add the value that was refused, where typer's message has only the option and what it should be.
+
+    It then comes of pydantic, whose ValidationError is the cause and knows the value.
+    """
+    details = getattr(error.__cause__, "errors", None)
+    if details is None:
+        return
+    value = repr(details()[0]["input"])
+    if value not in error.message:
+        error.message = f"{error.message}, got {value}"
+
+
 class Command(TyperGroup):
     """The `zlab` command: what a subcommand raises becomes one line and an exit code."""
 
@@ -38,6 +51,9 @@ class Command(TyperGroup):
         """Run the subcommand."""
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            _name_value(error)
+            raise
         except (MisuseError, PolicyError, SimError, ConfigError) as error:
             raise fail(str(error), MISUSE) from error
         except BrokenPipeError:
