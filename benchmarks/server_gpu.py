@@ -4,6 +4,7 @@ Starts `zlab serve` in a process of its own, sends all requests of the workload 
 token ids, forced output lengths, answers not streamed but for `--streams` of them), and after `--swap-at` seconds puts
 `--after` in the place of `--before` by `POST /v1/policy`. Tokens a second come from the server's own counter, read once
 a second: before the change from when the first prompts were in, and after it, each over as long a time as there is.
+From the same readings: seconds until a tenth, a quarter, a half ... of all tokens asked for were out.
 Changing a policy in the middle says little about either by itself: the requests that are alive grow longer meanwhile.
 Hence `--no-swap` for the same run under `--before` alone.
 """
@@ -27,6 +28,7 @@ import httpx
 import torch
 
 from benchmarks.engine_gpu import header, shared
+from benchmarks.run_figures import SHARES
 from policies.spec import load_policy
 from policies.stored import store_policy
 from traces.formats import read_trace
@@ -167,6 +169,24 @@ def rates(samples: list[tuple[float, float]], swap_s: float | None) -> dict[str,
     }
 
 
+def seconds_to_share(samples: list[tuple[float, float]], asked: int) -> dict[str, float | None]:
+    """Seconds from the first request until such shares of the tokens asked for were out; None: not so far.
+
+    The count is taken to grow evenly between two readings, about a second apart.
+    """
+    found: dict[str, float | None] = {}
+    for share in SHARES:
+        wanted = share * asked
+        place = next((place for place, (_, count) in enumerate(samples) if count >= wanted), None)
+        if place is None:
+            found[str(share)] = None
+            continue
+        end_s, end = samples[place]
+        begin_s, begin = samples[place - 1] if place else (0.0, 0.0)
+        found[str(share)] = end_s - (end_s - begin_s) * (end - wanted) / max(end - begin, 1.0)  # 1: nothing asked for
+    return found
+
+
 def main() -> None:
     """Start the server, play, stop it, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,10 +234,11 @@ def main() -> None:
         "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
         "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()},
         "tokens_per_s": rates(found["samples"], swap_s),
+        "seconds_to_share": seconds_to_share(found["samples"], found["asked"]),
         **found,
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({name: result[name] for name in ("tokens_per_s", "ends", "swap")}, indent=1))
+    print(json.dumps({name: result[name] for name in ("tokens_per_s", "seconds_to_share", "ends", "swap")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.compilations import Compilations
 from benchmarks.run_figures import figures_of, over_time, rounded, seconds_to_shares, steps_by_kind
+from benchmarks.server_gpu import seconds_to_share
 from engine.build import EngineSettings
 from engine.loading import load_model
 from engine.replay import ReplaySettings, replay
@@ -38,6 +39,17 @@ def test_shares_count_from_what_was_asked_for() -> None:
     assert whole == {"0.1": 2.0, "0.25": 3.0, "0.5": 4.0, "0.75": 5.0, "0.9": 5.0}
     cut = seconds_to_shares(table, 100)
     assert cut == {"0.1": 2.0, "0.25": 4.0, "0.5": 4.0, "0.75": 5.0, "0.9": None}
+
+
+def test_shares_from_readings_of_a_server() -> None:
+    """Even growth between readings; a count that stands still was reached when it first was."""
+    readings = [(0.5, 0.0), (1.5, 0.0), (2.5, 20.0), (3.5, 20.0), (4.5, 60.0), (5.5, 80.0)]
+    whole = seconds_to_share(readings, 80)
+    assert whole == pytest.approx({"0.1": 1.9, "0.25": 2.5, "0.5": 4.0, "0.75": 4.5, "0.9": 5.1})
+    cut = seconds_to_share(readings, 200)
+    assert cut == {"0.1": 2.5, "0.25": pytest.approx(4.25), "0.5": None, "0.75": None, "0.9": None}
+    assert seconds_to_share([(2.0, 10.0)], 10)["0.5"] == 1.0  # before the first reading from the first request on
+    assert set(seconds_to_share([(0.0, 0.0)], 10).values()) == {None}
 
 
 def test_a_run_over_time() -> None:
