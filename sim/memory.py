@@ -22,7 +22,7 @@ class MemorySettings:
 
     block_size: int = 256  # tokens
     utilisation: float = 0.9  # share of the card's memory the engine may use
-    max_batched_tokens: int = 16_384  # tokens of one step
+    max_batched_tokens: int = 8_192  # tokens of one step
     max_running: int = 256  # requests of one step: rows of logits
     max_model_len: int | None = None  # tokens; the model's own limit when None
     reserve_bytes: int = 3 * GIB // 2  # driver context, library workspaces, CUDA graphs (assumed)
