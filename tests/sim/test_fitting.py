@@ -43,7 +43,8 @@ def test_steps_in_graphs_are_not_taken_for_launched_ones() -> None:
     profile = fit(parse_measurements(document(truth, 0.0, 0)))
     for name, value in truth.items():
         if name not in ("launch_s", "mixed_launch_s"):
-            assert profile.coefficients[name] == pytest.approx(value, rel=0.02 if "compression_" in name else 1e-4), name
+            share = 0.02 if "compression_" in name else 1e-4
+            assert profile.coefficients[name] == pytest.approx(value, rel=share), name
     assert profile.fit_error["mixed"].max_relative < 1e-3
 
 

@@ -22,7 +22,8 @@ from traces.recording import TABLES, RecordingError
 from traces.workload import Workload
 
 KEPT = Path(__file__).parents[1] / "data" / "engine-tiny"
-NOTHING = {name: 0.0 for name in COEFFICIENT_UNITS if name not in ("compression_share", "compression_rate", "corner", "graph_tokens")}
+NO_TIMES = ("compression_share", "compression_rate", "corner", "graph_tokens")
+NOTHING = {name: 0.0 for name in COEFFICIENT_UNITS if name not in NO_TIMES}
 HYBRID = "hybrid:budget.tokens=96"
 H200 = replace(
     cost_of(HYBRID), compression_rate=0.4, compression_start_s=3e-4, launch_s=12e-3, mixed_launch_s=3e-3, corner=0.4,
