@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+
+from engine.transfer import fill
 
 Decoded = tuple[torch.Tensor, torch.Tensor]  # most probable tokens [B] int64, logits [B, vocab]
 StepFunction = Callable[[torch.Tensor], Decoded]  # from rows [B] int64
@@ -21,11 +25,25 @@ def product_sizes(most: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in steps if size <= most}))
 
 
-@dataclass
-class _Captured:
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and what it writes whenever it is replayed."""
+
     graph: torch.cuda.CUDAGraph
-    rows: torch.Tensor
     output: Decoded
+
+
+def capture(step: Callable[[], Decoded], stream: torch.cuda.Stream, pool: Any) -> Captured:
+    """A graph of `step`, its memory from `pool`; the kernels keep the priority of `stream`, wherever it is replayed."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compile and settle what a capture may not do
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        output = step()
+    return Captured(graph, output)
 
 
 class DecodeGraphs:
@@ -34,26 +52,16 @@ class DecodeGraphs:
     def __init__(
         self, step: StepFunction, sizes: tuple[int, ...], padding_row: int, device: torch.device, priority: int = 0
     ) -> None:
-        """Capture; `padding_row` is the row that pads a batch up to a captured size. Needs CUDA.
-
-        The kernels keep the stream `priority` that they are captured with, wherever a graph is replayed.
-        """
+        """Capture; `padding_row` is the row that pads a batch up to a captured size. Needs CUDA."""
         self._sizes = sorted(sizes)
         self._padding_row = padding_row
-        self._captured: dict[int, _Captured] = {}
+        self._rows: dict[int, torch.Tensor] = {}
+        self._captured: dict[int, Captured] = {}
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(priority=priority)
         for size in reversed(self._sizes):
-            rows = torch.full((size,), padding_row, dtype=torch.int64, device=device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compile and settle what a capture may not do
-                    step(rows)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                output = step(rows)
-            self._captured[size] = _Captured(graph, rows, output)
+            self._rows[size] = torch.full((size,), padding_row, dtype=torch.int64, device=device)
+            self._captured[size] = capture(partial(step, self._rows[size]), stream, pool)
 
     def fits(self, num_requests: int) -> bool:
         """Whether a batch of that size can be replayed."""
@@ -63,8 +71,7 @@ class DecodeGraphs:
         """Make the smallest fitting graph work on these rows; returns its size."""
         size = next(size for size in self._sizes if size >= len(rows))
         padded = rows + [self._padding_row] * (size - len(rows))
-        target = self._captured[size].rows
-        target.copy_(torch.tensor(padded, dtype=torch.int64).pin_memory(), non_blocking=True)
+        fill(self._rows[size], torch.tensor(padded, dtype=torch.int64))
         return size
 
     def replay(self, size: int) -> Decoded:

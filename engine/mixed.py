@@ -5,29 +5,23 @@ tokens, whoever's they are: the inputs say which of them are decodes and where e
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from engine.attention import PrefillInputs
 from engine.cache import CacheShape
-from engine.decode_graphs import Decoded
+from engine.decode_graphs import Captured, Decoded, capture
 from engine.prefilling import MixedInputs, MixedPacking, MixedSizes, TokenIds, sizes_of
 from engine.rows import TOKEN, DecodeInputs, DecodeRows, advance
-from engine.transfer import moved
+from engine.transfer import fill, moved
 from policies.core.plan import PrefillChunk
 
 GRAPH_TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # decodes and chunks together
 MOST_CHUNKS = 16  # of a graph
 
 Forward = Callable[[DecodeInputs | None, PrefillInputs, torch.Tensor, int], torch.Tensor]  # to logits
-
-
-@dataclass
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    output: Decoded
 
 
 class MixedSteps:
@@ -47,7 +41,7 @@ class MixedSteps:
         self._forward = forward
         self._most_probable = most_probable
         self._pool_tokens = pool_tokens
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
         self._packings: dict[int, MixedPacking] = {}
         self._wide = torch.empty(0, dtype=torch.int64)
         self._narrow = torch.empty(0, dtype=torch.int32)
@@ -100,7 +94,7 @@ class MixedSteps:
         return tokens, logits
 
     def capture(self, max_decodes: int, max_tokens: int, priority: int) -> None:
-        """Make the graphs for steps of up to `max_tokens`. Needs CUDA; see `DecodeGraphs` about `priority`."""
+        """Make the graphs for steps of up to `max_tokens`, on streams of that priority. Needs CUDA."""
         device = self._rows.state.device
         sizes = [size for size in GRAPH_TOKENS if size <= max_tokens]
         self._packings = {size: self.packing_of(size, max_decodes) for size in sizes}
@@ -114,16 +108,8 @@ class MixedSteps:
         for size in reversed(sizes):
             packing = self._packings[size]
             self._upload(*packing.empty())
-            inputs = packing.inputs(self._wide, self._narrow)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compile and settle what a capture may not do
-                    self.step(inputs, self._pool_tokens)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                output = self.step(inputs, self._pool_tokens)
-            self._captured[size] = _Captured(graph, output)
+            step = partial(self.step, packing.inputs(self._wide, self._narrow), self._pool_tokens)
+            self._captured[size] = capture(step, stream, pool)
 
     def packing_of(self, tokens: int, max_decodes: int) -> MixedPacking:
         """How a step lies in a graph of so many tokens."""
@@ -132,8 +118,8 @@ class MixedSteps:
         return MixedPacking(sizes, self._cache, self._rows.padding_row)
 
     def _upload(self, wide: np.ndarray, narrow: np.ndarray) -> None:
-        self._wide[: len(wide)].copy_(torch.from_numpy(wide).pin_memory(), non_blocking=True)
-        self._narrow[: len(narrow)].copy_(torch.from_numpy(narrow).pin_memory(), non_blocking=True)
+        fill(self._wide[: len(wide)], torch.from_numpy(wide))
+        fill(self._narrow[: len(narrow)], torch.from_numpy(narrow))
 
 
 def smallest_with_room(packings: Mapping[int, MixedPacking], wanted: MixedSizes) -> int | None:

@@ -13,3 +13,8 @@ def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch
 def moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on the device, in the same way."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrite `target` with a host tensor of its size, in the same way."""
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
