@@ -50,6 +50,8 @@ class Output:
         return piece.text if piece.stopped else piece.text + self._release()
 
     def _add(self, text: str) -> Piece:
+        if not self._params.stop_strings:
+            return Piece(text)
         self._held += text
         found = [(at, stop) for stop in self._params.stop_strings if (at := self._held.find(stop)) >= 0]
         if found:

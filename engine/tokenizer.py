@@ -18,6 +18,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         """Wrap a `PreTrainedTokenizer` of any kind."""
         self._tokenizer = tokenizer
+        self._backend = _backend(tokenizer)
 
     @staticmethod
     def from_folder(folder: Path) -> "Tokenizer":
@@ -80,10 +81,26 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once."""
+        if self._backend is not None:
+            found: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return found
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def _backend(tokenizer: Any) -> Any | None:
+    """What decodes behind transformers' own class, where nobody has changed how: a quarter of the time for few tokens.
+
+    A `tokenizers.Tokenizer`. Every token of every stream is decoded on the engine's thread: its time is a step's time.
+    """
+    general = transformers.PreTrainedTokenizerFast
+    if not isinstance(tokenizer, general):
+        return None
+    kind = type(tokenizer)
+    unchanged = kind.decode is general.decode and kind._decode is general._decode
+    return tokenizer.backend_tokenizer if unchanged else None
 
 
 class GrowingText:

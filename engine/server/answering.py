@@ -17,6 +17,7 @@ from engine.server.protocol import ChatRequest
 from engine.server.sending import DONE, Json, error_response, event
 from engine.server.shapes import ChatShape, CompletionShape, Gathered, Shape, merged, usage_of
 from engine.server.warnings import Warnings
+from engine.server.write_guard import WriteGuard
 
 LOG = logging.getLogger("zlab.server")
 EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -79,8 +80,9 @@ class Answer(Response):
             response.headers[ID_HEADER] = self._ask.request_id
             await response(scope, receive, send)
         elif error.code != "slow_reader":  # to whom nothing more would arrive: the connection is closed
-            await self._send(send, event(error.body) + DONE)
-            await self._send(send, b"", last=True)
+            with self._guard() as guard:
+                await _send(guard, send, event(error.body) + DONE)
+                await _send(guard, send, b"", last=True)
         return error.status_code
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,21 +109,19 @@ class Answer(Response):
         await send(head | {"headers": headers})
         self._started = True
         usage = {"usage": None} if self._ask.include_usage else {}
-        await self._send(send, b"".join(event(body | usage) for body in shape.opening(job.num_outputs, warnings)))
-        async for delta in _deltas(job, events):
-            await self._send(send, b"".join(event(body | usage) for body in shape.chunks(delta)))
-        if self._ask.include_usage:
-            await self._send(send, event(shape.usage_chunk(usage_of(job))))
-        await self._send(send, DONE)
-        await self._send(send, b"", last=True)
+        with self._guard() as guard:
+            opening = shape.opening(job.num_outputs, warnings)
+            await _send(guard, send, b"".join(event(body | usage) for body in opening))
+            async for delta in _deltas(job, events):
+                await _send(guard, send, b"".join(event(body | usage) for body in shape.chunks(delta)))
+            if self._ask.include_usage:
+                await _send(guard, send, event(shape.usage_chunk(usage_of(job))))
+            await _send(guard, send, DONE)
+            await _send(guard, send, b"", last=True)
 
-    async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
-        """Hand bytes to the client; one that takes nothing for too long is given up."""
-        try:
-            async with asyncio.timeout(self._house.settings.write_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": not last})
-        except TimeoutError:
-            raise ApiError(408, "the reader of this stream takes nothing", code="slow_reader") from None
+    def _guard(self) -> WriteGuard:
+        """Gives up a client that takes nothing for too long."""
+        return WriteGuard(self._house.settings.write_timeout_s)
 
     def _encode(self) -> list[list[int]]:
         body = self._ask.body
@@ -172,6 +172,13 @@ class Answer(Response):
         LOG.info(
             "%s %d: %d prompt and %d output tokens in %.3f s", self._ask.request_id, status, prompt, given, seconds
         )
+
+
+async def _send(guard: WriteGuard, send: Send, body: bytes, last: bool = False) -> None:
+    """Hand bytes to the client."""
+    guard.begin()
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
+    guard.end()
 
 
 async def _left(receive: Receive) -> None:

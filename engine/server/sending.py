@@ -9,12 +9,12 @@ from starlette.types import Send
 from engine.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def to_json(value: Any) -> bytes:
     """Compact JSON. What is no character (half of a surrogate pair, in a name that is quoted) becomes `?`."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "replace")
+    return _COMPACT.encode(value).encode("utf-8", "replace")
 
 
 def event(value: Any) -> bytes:

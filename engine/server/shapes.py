@@ -40,7 +40,11 @@ class Shape(ABC):
     def __init__(
         self, request_id: str, model: str, token_name: TokenName, *, wants_logprobs: bool, wants_ids: bool
     ) -> None:
-        self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
+        created = int(time.time())
+        self._heads = {
+            name: {"id": f"{self.id_prefix}-{request_id}", "object": name, "created": created, "model": model}
+            for name in (self.whole_object, self.chunk_object)
+        }
         self._token_name = token_name
         self._wants_logprobs = wants_logprobs
         self._wants_ids = wants_ids
@@ -64,14 +68,14 @@ class Shape(ABC):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """What a delta becomes: a chunk with what is new, a chunk with the finish reason."""
+        if delta.finish_reason is None:
+            return [self._chunk(delta, self._delta_choice(delta))]
         found = []
         if delta.text or delta.token_ids:
             new = replace(delta, finish_reason=None, stop_reason=None)
             found.append(self._chunk(new, self._delta_choice(new)))
-        if delta.finish_reason is not None:
-            end = Delta(delta.index, "", [], [], delta.finish_reason, delta.stop_reason)
-            found.append(self._chunk(end, self._delta_choice(end)))
-        return found
+        end = Delta(delta.index, "", [], [], delta.finish_reason, delta.stop_reason)
+        return [*found, self._chunk(end, self._delta_choice(end))]
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The chunk after the last, where it was asked for."""
@@ -85,7 +89,7 @@ class Shape(ABC):
         return choice | ({"token_ids": output.token_ids} if self._wants_ids else {})
 
     def _body(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._head["id"], "object": object_name} | self._head | {"choices": choices}
+        return {**self._heads[object_name], "choices": choices}
 
     @abstractmethod
     def _whole_choice(self, output: Gathered) -> dict[str, Any]: ...

@@ -3,6 +3,7 @@
 import random
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -74,6 +75,27 @@ def test_pieces_add_up_to_the_whole_for_a_real_tokenizer(smollm2: Tokenizer) -> 
         for skip in (True, False):
             whole = smollm2.decode(ids, skip_special_tokens=skip)
             assert "".join(pieces_of(smollm2, ids, skip=skip)) == whole
+
+
+def test_decoding_is_that_of_transformers(smollm2: Tokenizer, by_byte: Tokenizer) -> None:
+    """The shorter way to it, special tokens and broken characters included."""
+    draw = random.Random(2)
+    for tokenizer, most in ((smollm2, 49_152), (by_byte, 257)):
+        assert tokenizer._backend is not None
+        for _ in range(100):
+            ids = [draw.randrange(17 if draw.random() < 0.1 else most) for _ in range(draw.randrange(6))]
+            for skip in (True, False):
+                wanted = tokenizer._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                assert tokenizer.decode(ids, skip_special_tokens=skip) == wanted
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked(by_byte: Tokenizer) -> None:
+    class Loud(transformers.PreTrainedTokenizerFast):
+        def _decode(self, *given: Any, **more: Any) -> str:
+            return super()._decode(*given, **more).upper()
+
+    loud = Tokenizer(Loud(tokenizer_object=by_byte._tokenizer.backend_tokenizer))  # type: ignore[no-untyped-call]
+    assert loud.decode(by_byte.encode("quiet")) == "QUIET"
 
 
 def test_chat_follows_the_models_own_template(smollm2: Tokenizer, by_byte: Tokenizer) -> None:
