@@ -57,7 +57,7 @@ def give_graphs(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("policy", ["hybrid:tokens=32,window=4", "full-kv", "full-kv:comes_back=swap"])
+@pytest.mark.parametrize("policy", ["hybrid:tokens=32,window=4", "full-kv", "full-kv:comes_back=swap", "nano-vllm"])
 def test_an_engine_with_graphs_says_what_one_without_says(
     policy: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:

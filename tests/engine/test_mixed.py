@@ -48,7 +48,7 @@ class Padded:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
-@pytest.mark.parametrize("policy", ["hybrid:tokens=32,window=4", "full-kv", "full-kv:comes_back=swap"])
+@pytest.mark.parametrize("policy", ["hybrid:tokens=32,window=4", "full-kv", "full-kv:comes_back=swap", "nano-vllm"])
 def test_padding_changes_nothing(policy: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prompts, shared prefixes, preemptions; what is free is poisoned all the while."""
     settings = replace(SMALL, num_blocks=26, max_batched_tokens=24, host_blocks=16 if "swap" in policy else 0)
@@ -64,7 +64,7 @@ def test_padding_changes_nothing(policy: str, params: SamplingParams, monkeypatc
     assert again.tokens() == plain.tokens()
     assert again.engine.scheduler.digest() == plain.engine.scheduler.digest()
     assert sum(padded.num_steps.values()) > 10
-    assert padded.largest_decodes > 3
+    assert (padded.largest_decodes > 3) is (policy != "nano-vllm"), "whose prefill goes alone"
 
 
 def test_a_step_is_given_the_smallest_graph_that_has_room() -> None:
