@@ -20,17 +20,16 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.server_gpu import free_port
+from benchmarks.server_gpu import free_port, until_well
 from engine.build import EngineSettings
+from engine.decode_graphs import Decoded
 from engine.prefilling import gives_token
 from engine.runner import Runner
 from engine.server.process import Process
 from engine.server.server import ServerPlan, open_server
-from engine.step_result import StepResult
 from policies.core.plan import StepPlan
 from zlab.serve import SWITCH_S
 
-START_S = 120.0
 FIRST_TOKEN, NUM_TOKENS = 300, 900  # of those that are given out, in turn
 
 
@@ -38,16 +37,16 @@ def serve(model: str, step_s: float, port: int) -> None:
     """The server, until it is told to end."""
     taken = 0
 
-    def run(self: Runner, plan: StepPlan, begun: object) -> StepResult:
+    def run(self: Runner, plan: StepPlan) -> Decoded:
         nonlocal taken
         taken += 1
-        members = self._members if plan.num_decodes else []
-        ending = [chunk.request for chunk in plan.prefills if gives_token(chunk)]
-        numbers = [request.number for request in (*members, *ending)]
         time.sleep(step_s)
-        return StepResult(numbers, torch.full((len(numbers),), FIRST_TOKEN + taken % NUM_TOKENS, dtype=torch.int64))
+        num_tokens = plan.num_decodes + sum(map(gives_token, plan.prefills))
+        tokens = torch.full((num_tokens,), FIRST_TOKEN + taken % NUM_TOKENS, dtype=torch.int64)
+        return tokens, torch.empty(num_tokens, 0)  # nobody draws from the logits: all requests are greedy
 
-    Runner._run = run  # type: ignore[method-assign]
+    Runner._run_mixed = run  # type: ignore[method-assign]
+    Runner._run_decodes = run  # type: ignore[method-assign]
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     settings = EngineSettings(
@@ -56,6 +55,12 @@ def serve(model: str, step_s: float, port: int) -> None:
     house, app = open_server(ServerPlan(settings, "full-kv"))
     Process(app, house, "127.0.0.1", port).run()
     house.close(timeout_s=1.0)
+
+
+async def well(port: int, server: "subprocess.Popen[bytes]") -> None:
+    """Wait until the server takes requests."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        await until_well(client, server)
 
 
 async def ask(port: int, number: int, tokens: int, stream: bool) -> int:
@@ -114,13 +119,7 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.stream_cost", "--serve", str(port), "--model", given.model]
     server = subprocess.Popen([*command, "--step-ms", str(given.step_ms)], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + START_S
-        while server.poll() is None and time.monotonic() < deadline:
-            try:
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
+        asyncio.run(well(port, server))
         rows = [
             measure(port, outputs, given.tokens, step_s, stream)
             for _ in range(given.repeat)

@@ -5,7 +5,7 @@ import torch
 from engine.attention import PrefillInputs, StepAttention
 from engine.cache import PagedCache
 from engine.compressing import CompressionStream, check_settings, settings_for
-from engine.decode_graphs import DecodeGraphs, graph_sizes, product_sizes
+from engine.decode_graphs import Decoded, DecodeGraphs, graph_sizes, product_sizes
 from engine.kernels.contract import Kernels
 from engine.kernels.decode_plan import reserve_decode_workspace
 from engine.mixed import MixedSteps
@@ -101,7 +101,8 @@ class Runner:
         self._update_members(plan)
         self._start_rows(plan)
         self._rows.upload()
-        result = self._run(plan, begun)
+        result = self._run(plan)
+        result.begun = begun
         result.failed |= failed
         return result
 
@@ -223,48 +224,41 @@ class Runner:
                 self._rows.set(row, LENGTH, chunk.request.prefill_until + 1)
                 self._set_holdings(chunk.request, row)
 
-    def _run(self, plan: StepPlan, begun: torch.cuda.Event | None) -> StepResult:
+    def _run(self, plan: StepPlan) -> StepResult:
+        """The step itself goes on with the most probable tokens; where others are wanted, they are drawn after it."""
         members = self._members if plan.num_decodes else []
         ending = [chunk.request for chunk in plan.prefills if gives_token(chunk)]
         numbers = [request.number for request in (*members, *ending)]
         self._sampler.logprobs = None
         if not plan.num_decodes and not plan.prefills:
             return StepResult([])
-        tokens = self._run_mixed(plan, numbers) if plan.prefills else self._run_decodes(plan, numbers)
-        return brought_to_host(numbers, tokens, self._sampler.logprobs, begun)
+        tokens, logits = self._run_mixed(plan) if plan.prefills else self._run_decodes(plan)
+        if not self._sampler.plain(numbers):
+            tokens = self._sampler.sample(logits[: len(numbers)], numbers)
+            rows = sent([self._row_of[number] for number in numbers], self._device) if ending else self._member_rows
+            self._rows.state[rows, TOKEN] = tokens.to(torch.int32)
+        return brought_to_host(numbers, tokens, self._sampler.logprobs)
 
-    def _run_mixed(self, plan: StepPlan, numbers: list[int]) -> torch.Tensor:
-        """A step with chunks. It goes on with the most probable tokens itself, as `_run_decodes` does."""
+    def _run_mixed(self, plan: StepPlan) -> Decoded:
+        """A step with chunks: tokens and logits of the decodes, then of the chunks that end a prompt."""
         decode_rows = [self._row_of[request.number] for request in self._members] if plan.num_decodes else []
-        tokens, logits = self._mixed.run(plan.prefills, self.token_ids, decode_rows, self._row_of, most_tokens(plan))
-        if self._sampler.plain(numbers):
-            return tokens
-        drawn = self._sampler.sample(logits[: len(numbers)], numbers)
-        rows = sent([self._row_of[number] for number in numbers], self._device)
-        self._rows.state[rows, TOKEN] = drawn.to(torch.int32)
-        return drawn
+        return self._mixed.run(plan.prefills, self.token_ids, decode_rows, self._row_of, most_tokens(plan))
 
-    def _run_decodes(self, plan: StepPlan, numbers: list[int]) -> torch.Tensor:
-        """A step of decodes alone. The step itself goes on with the most probable tokens; others are drawn after it.
+    def _run_decodes(self, plan: StepPlan) -> Decoded:
+        """A step of decodes alone.
 
         Requests that share blocks may read more tokens than the pool has: too many for what a graph is laid out for.
         """
-        in_graph = self._graphs is not None and self._graphs.fits(len(numbers))
+        in_graph = self._graphs is not None and self._graphs.fits(len(self._members))
         if self._graphs is not None and in_graph and most_tokens(plan) <= self._pool_tokens:
-            tokens, logits = self._graphs.replay(self._bound)
-        else:
-            tokens, logits = self._decode(self._member_rows, most_tokens(plan))
-        if self._sampler.plain(numbers):
-            return tokens
-        drawn = self._sampler.sample(logits[: len(numbers)], numbers)
-        self._rows.state[self._member_rows, TOKEN] = drawn.to(torch.int32)
-        return drawn
+            return self._graphs.replay(self._bound)
+        return self._decode(self._member_rows, most_tokens(plan))
 
-    def _pool_wide(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pool_wide(self, rows: torch.Tensor) -> Decoded:
         """What a graph captures: a decode step of `rows` for as many tokens as the pool has."""
         return self._decode(rows, self._pool_tokens)
 
-    def _decode(self, rows: torch.Tensor, most_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, rows: torch.Tensor, most_tokens: int) -> Decoded:
         """One decode step of `rows` with the most probable token each, and the logits."""
         inputs = self._decode_inputs(rows)
         logits = self._forward(inputs, None, None, most_tokens)

@@ -11,6 +11,7 @@ from engine.filters import FilterSettings
 from engine.kernels.hashing import mix
 from engine.penalties import TokenCounts
 from engine.sampling_params import SEED_BITS, SamplingParams
+from engine.transfer import moved, sent
 
 MOST_TOP_K = 1024  # up to here a partial selection; beyond, a row is sorted
 
@@ -196,15 +197,10 @@ class Sampler:
         )
 
     def _floats(self, values: list[float]) -> torch.Tensor:
-        return self._sent(torch.tensor(values, dtype=torch.float32))
+        return moved(torch.tensor(values, dtype=torch.float32), self.device)
 
     def _ints(self, values: list[int]) -> torch.Tensor:
-        return self._sent(torch.tensor(values, dtype=torch.int64))
-
-    def _sent(self, values: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":
-            return values.pin_memory().to(self.device, non_blocking=True)
-        return values
+        return sent(values, self.device)
 
 
 def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:

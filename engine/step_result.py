@@ -55,16 +55,14 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def brought_to_host(
-    numbers: list[int], tokens: torch.Tensor, logprobs: Logprobs | None, begun: torch.cuda.Event | None
-) -> StepResult:
+def brought_to_host(numbers: list[int], tokens: torch.Tensor, logprobs: Logprobs | None) -> StepResult:
     """Start to bring a step's tokens to the host, behind everything that it has enqueued on the current stream."""
     if not tokens.is_cuda:
         return StepResult(numbers, tokens, host_logprobs=logprobs)
     host = _pinned(tokens)
     if logprobs is not None:
         logprobs = Logprobs(*map(_pinned, (logprobs.chosen, logprobs.chosen_rank, logprobs.top_ids, logprobs.top)))
-    return StepResult(numbers, host, begun, mark(tokens.device), host_logprobs=logprobs)
+    return StepResult(numbers, host, event=mark(tokens.device), host_logprobs=logprobs)
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:

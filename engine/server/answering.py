@@ -81,8 +81,8 @@ class Answer(Response):
             await response(scope, receive, send)
         elif error.code != "slow_reader":  # to whom nothing more would arrive: the connection is closed
             with self._guard() as guard:
-                await _send(guard, send, event(error.body) + DONE)
-                await _send(guard, send, b"", last=True)
+                await guard.send(send, event(error.body) + DONE, last=False)
+                await guard.send(send, b"", last=True)
         return error.status_code
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,13 +111,13 @@ class Answer(Response):
         usage = {"usage": None} if self._ask.include_usage else {}
         with self._guard() as guard:
             opening = shape.opening(job.num_outputs, warnings)
-            await _send(guard, send, b"".join(event(body | usage) for body in opening))
+            await guard.send(send, b"".join(event(body | usage) for body in opening), last=False)
             async for delta in _deltas(job, events):
-                await _send(guard, send, b"".join(event(body | usage) for body in shape.chunks(delta)))
+                await guard.send(send, b"".join(event(body | usage) for body in shape.chunks(delta)), last=False)
             if self._ask.include_usage:
-                await _send(guard, send, event(shape.usage_chunk(usage_of(job))))
-            await _send(guard, send, DONE)
-            await _send(guard, send, b"", last=True)
+                await guard.send(send, event(shape.usage_chunk(usage_of(job))), last=False)
+            await guard.send(send, DONE, last=False)
+            await guard.send(send, b"", last=True)
 
     def _guard(self) -> WriteGuard:
         """Gives up a client that takes nothing for too long."""
@@ -172,13 +172,6 @@ class Answer(Response):
         LOG.info(
             "%s %d: %d prompt and %d output tokens in %.3f s", self._ask.request_id, status, prompt, given, seconds
         )
-
-
-async def _send(guard: WriteGuard, send: Send, body: bytes, last: bool = False) -> None:
-    """Hand bytes to the client."""
-    guard.begin()
-    await send({"type": "http.response.body", "body": body, "more_body": not last})
-    guard.end()
 
 
 async def _left(receive: Receive) -> None:

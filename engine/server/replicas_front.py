@@ -22,6 +22,7 @@ from engine.server.replicas_report import health, metrics, policies, together
 from engine.server.replicas_roster import Roster
 from engine.server.sending import DONE, event, send_error
 from engine.server.settings import ServerSettings
+from engine.server.write_guard import WriteGuard
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 MOST_ATTEMPTS = 3
@@ -203,12 +204,9 @@ class _Answer:
             await self._send(event(error.body) + DONE, last=True)
 
     async def _send(self, body: bytes, last: bool) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._send_now({"type": "http.response.body", "body": body, "more_body": not last})
-            self.complete = last
-        except TimeoutError:
-            raise ApiError(408, "the reader of this stream takes nothing", code="slow_reader") from None
+        with WriteGuard(self._write_timeout_s) as guard:
+            await guard.send(self._send_now, body, last)
+        self.complete = last
 
 
 async def _read(scope: Scope, receive: Receive) -> Forwarded | None:

@@ -3,6 +3,8 @@
 import asyncio
 from types import TracebackType
 
+from starlette.types import Send
+
 from engine.server.errors import ApiError
 
 
@@ -42,6 +44,12 @@ class WriteGuard:
         own = self._expired and self._task.uncancel() <= self._num_cancels
         if own and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise ApiError(408, "the reader of this stream takes nothing", code="slow_reader") from None
+
+    async def send(self, send: Send, body: bytes, last: bool) -> None:
+        """Hand a part of an answer to the client: one write."""
+        self.begin()
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
+        self.end()
 
     def _look(self) -> None:
         now_s, began_s = self._loop.time(), self._began_s
