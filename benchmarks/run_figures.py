@@ -1,4 +1,7 @@
-"""What a finished run of the engine amounts to, small enough to keep beside its recording."""
+"""Reduce a recorded run of the engine to a few figures, and find the shared data.
+
+Nothing here needs torch, so that a recording can be judged on a machine without it.
+"""
 
 from math import floor, log10
 from pathlib import Path
@@ -8,28 +11,61 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sim.recorded import KINDS, RecordedRun
-from traces.metrics import column, summarize
+from zlab.sim.recorded_run import KINDS, RecordedRun
+from zlab.traces.metrics import column, summarize
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 NUM_LONGEST = 3
 NUM_MOMENTS = 60
 DIGITS = 5
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHARED_PLACES = (REPOSITORY.parent / "shared", REPOSITORY / ".carry" / "shared")
 KEPT = (
-    "tokens_per_s", "steps", "prefill_tokens", "recomputed_tokens", "preemptions", "swaps", "swapped_tokens",
-    "compressions", "running_mean", "running_max", "occupancy_mean", "occupancy_max", "requests_finished",
-    "requests_refused", "ttft_s", "tpot_s", "e2e_s",
-)  # fmt: skip
+    "tokens_per_s",
+    "steps",
+    "prefill_tokens",
+    "recomputed_tokens",
+    "preemptions",
+    "swaps",
+    "swapped_tokens",
+    "compressions",
+    "running_mean",
+    "running_max",
+    "occupancy_mean",
+    "occupancy_max",
+    "requests_finished",
+    "requests_refused",
+    "ttft_s",
+    "tpot_s",
+    "e2e_s",
+)
+
+
+def find_shared(kind: str, name: str) -> Path | None:
+    """Return a file of `../shared/KIND`, beside the checkout or in `.carry/` inside it, if any."""
+    places = [place / kind / name for place in SHARED_PLACES]
+    return next((place for place in places if place.is_file()), None)
+
+
+def shared(kind: str, name: str) -> Path:
+    """Return a file as `find_shared`; ends the program, naming both places, without one."""
+    found = find_shared(kind, name)
+    if found is None:
+        raise SystemExit(f"no {' or '.join(str(place / kind / name) for place in SHARED_PLACES)}")
+    return found
 
 
 def plain(policy: str) -> str:
-    """A policy as part of a run's name: "hybrid:budget.tokens=1024" as "hybrid-1024"."""
+    """Return the policy as part of a run's name: "hybrid:budget.tokens=1024" as "hybrid-1024"."""
     found = policy.replace(":", "-").replace("=", "-")
     return found.replace("budget.tokens-", "").replace("comes_back-", "")
 
 
 def seconds_to_shares(steps: pa.Table, tokens_asked: int) -> dict[str, float | None]:
-    """Seconds from the first step's start until such shares of the tokens asked for were out; None: not so far."""
+    """Return the seconds from the first step's start until each of `SHARES` of the tokens was out.
+
+    A share that the run did not reach is None.
+    """
     out = np.cumsum(column(steps, "output_tokens"), dtype=np.int64)
     ends = column(steps, "end_s") - column(steps, "start_s")[:1]
     found: dict[str, float | None] = {}
@@ -40,9 +76,10 @@ def seconds_to_shares(steps: pa.Table, tokens_asked: int) -> dict[str, float | N
 
 
 def over_time(steps: pa.Table, num_blocks: int, count: int = NUM_MOMENTS) -> dict[str, list[float]]:
-    """The run at evenly spaced moments from its first step's start to its last one's end.
+    """Sample the run at `count` + 1 evenly spaced moments, from its first step to its last.
 
-    `tokens_out` by then; `occupancy` (share of blocks) and `running` in the step under way then, or the last one.
+    Returns lists by name: `seconds` since the first step, `tokens_out` until then, and, of the
+    step under way or the last one before, `occupancy` (share of the blocks) and `running`.
     """
     starts, ends = column(steps, "start_s"), column(steps, "end_s")
     moments = np.linspace(float(starts[0]), float(ends[-1]), count + 1)
@@ -58,7 +95,10 @@ def over_time(steps: pa.Table, num_blocks: int, count: int = NUM_MOMENTS) -> dic
 
 
 def steps_by_kind(steps: pa.Table, kinds: npt.NDArray[np.int64]) -> dict[str, dict[str, Any]]:
-    """Of every kind of step (a place in `sim.recorded.KINDS`): how many, what they took, and the longest."""
+    """Return, for each kind of step, its number, its seconds, and the longest steps.
+
+    `kinds` holds a place in `zlab.sim.recorded_run.KINDS` for each step.
+    """
     milliseconds = (column(steps, "end_s") - column(steps, "start_s")) * 1e3
     found = {}
     for place, kind in enumerate(KINDS):
@@ -73,7 +113,10 @@ def steps_by_kind(steps: pa.Table, kinds: npt.NDArray[np.int64]) -> dict[str, di
             "p99_ms": float(np.percentile(milliseconds[at], 99)),
             "longest": [
                 {"step": int(step), "ms": float(milliseconds[step])}
-                | {name: int(column(steps, name)[step]) for name in ("decodes", "prefill_tokens", "compressions")}
+                | {
+                    name: int(column(steps, name)[step])
+                    for name in ("decodes", "prefill_tokens", "compressions")
+                }
                 for step in longest
             ],
         }
@@ -81,13 +124,16 @@ def steps_by_kind(steps: pa.Table, kinds: npt.NDArray[np.int64]) -> dict[str, di
 
 
 def figures_of(folder: Path, tokens_asked: int) -> dict[str, Any]:
-    """The figures of a recording, of which so many output tokens were asked for; what was refused does not count.
+    """Return the figures of a recording whose requests asked for so many output tokens.
 
-    Raises RecordingError where it is damaged, or holds no step.
+    Refused requests do not count. Raises RecordingError when the recording is damaged or holds no
+    step.
     """
     run = RecordedRun(folder)
     summary = summarize(run.requests, run.steps, run.manifest)
-    refused = np.array([status == "refused" for status in run.requests["status"].to_pylist()], dtype=bool)
+    refused = np.array(
+        [status == "refused" for status in run.requests["status"].to_pylist()], dtype=bool
+    )
     unasked = np.maximum(column(run.requests, "asked_output_tokens")[refused], 0)
     asked = tokens_asked - int(unasked.sum())
     served_s = float(run.column("end_s")[-1] - run.column("start_s")[0])
@@ -108,7 +154,7 @@ def figures_of(folder: Path, tokens_asked: int) -> dict[str, Any]:
 
 
 def rounded(value: Any, digits: int = DIGITS) -> Any:
-    """The same JSON with so many significant digits: measurements have no more, and files stay small."""
+    """Return the same JSON with so many significant digits; measurements have no more."""
     if isinstance(value, dict):
         return {name: rounded(each, digits) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""What happened, seen: figures and views of recordings, and nothing else decides anything here."""
+"""Figures and views of recordings. The dashboard reads; it takes no scheduling decision."""

@@ -1,11 +1,10 @@
-"""What goes wrong at the doors of the engine; every message names the value and the choices."""
-
-import difflib
-from collections.abc import Iterable
+"""Errors of the engine for input or settings that it refuses. Every message names the value and the
+choices or what was expected.
+"""
 
 
 class EngineError(ValueError):
-    """The root: input or settings that the engine cannot work with."""
+    """The base class: input or settings that the engine cannot work with."""
 
 
 class ModelError(EngineError):
@@ -13,10 +12,8 @@ class ModelError(EngineError):
 
 
 class SamplingError(EngineError):
-    """Sampling parameters outside their range, or an unknown one."""
+    """A sampling parameter is unknown or outside its range."""
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the choice nearest to `name`, or nothing."""
-    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+class KernelInputError(ValueError):
+    """Shapes, tables or settings with which a kernel cannot be launched."""

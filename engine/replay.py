@@ -1,4 +1,6 @@
-"""Replay a workload on the engine: the twin of `sim.replay`, with real tokens and measured times."""
+"""Replay of a workload on the engine: the counterpart of `zlab.sim.replay`, with real tokens and
+measured times.
+"""
 
 import hashlib
 import time
@@ -8,16 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.build import Engine, EngineSettings, build_engine, synthetic_prompt
-from engine.collecting import set_aside
-from engine.loading import LoadedModel
-from engine.record import EngineRecorder
-from engine.sampling_params import SamplingParams
-from engine.submitting import submit
-from policies.core.policy import Policy
-from traces.reshape import with_token_ids
-from traces.run import Run
-from traces.workload import TraceRequest, Workload
+from zlab.engine.engine import Engine, EngineSettings, set_aside, synthetic_prompt
+from zlab.engine.model.loader import LoadedModel
+from zlab.engine.recorder import EngineRecorder
+from zlab.engine.sampling_params import SamplingParams
+from zlab.policies.core.policy import Policy
+from zlab.traces.recording import Run
+from zlab.traces.transform import with_token_ids
+from zlab.traces.workload import TraceRequest, Workload
 
 NS_PER_S = 1_000_000_000
 LONGEST_NAP_S = 0.05
@@ -28,14 +28,19 @@ FORCED = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """How a workload is played.
+    """How a workload is replayed.
 
     Attributes:
-        at_once: everything is there at the start, whatever the trace's arrival times.
-        live: the trace's output length is only the most; what `params` says may stop an output earlier.
-        params: how tokens are drawn, and (with `live`) what stops an output. Its `n` and `max_tokens` do not count.
-        seed: of prompts that are made up.
-        changes: (step, policy): before that step, and before whoever is handed in then, the policy takes over.
+        at_once: submit all requests at the start, whatever their arrival times.
+        live: treat the trace's output length as a maximum; what `params` says may stop an output
+            earlier.
+        params: how tokens are sampled and, with `live`, what stops an output. `n` and `max_tokens`
+            are
+            not used.
+        seed: seed of random prompts.
+        changes: (step, policy) pairs: the policy takes over before that step and before the
+            requests
+            that are submitted then.
     """
 
     at_once: bool = False
@@ -50,7 +55,7 @@ PLAIN = ReplaySettings()
 
 @dataclass
 class Replayed:
-    """A run, what was asked of the scheduler by request number, and the output tokens by request id."""
+    """A run, the submitted requests by request number, and the output tokens by request id."""
 
     run: Run
     asked: Sequence[TraceRequest]
@@ -67,15 +72,26 @@ def replay(
     progress: Progress | None = None,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Replayed:
-    """Run a workload on the engine; with `out` it is also written there as a recording.
+    """Run a workload on the engine.
 
-    Prompts are the trace's token ids (modulo the vocabulary, where they come from a larger one), or made from its
-    block ids, or random: equal prefixes stay equal. `progress` is called at step boundaries; what it raises ends the
-    run, whose recording is then readable and marked as incomplete.
+    Prompts are the trace's token ids (modulo the vocabulary, where they come from a larger one), or
+    are made from its block ids, or are random. Equal prefixes stay equal.
+
+    Args:
+        workload: the requests.
+        settings: how the engine is set up.
+        how: how the workload is replayed.
+        loaded: a loaded model; by default the engine loads it.
+        out: a folder for the recording; by default it stays in memory.
+        progress: called between steps with (ended requests, all requests, ns since the start).
+            What it raises ends the run; the recording is then readable and marked as incomplete.
+        clock: a nanosecond clock.
     """
     recorder = EngineRecorder()
-    settings = replace(settings, may_become=(*settings.may_become, *(policy for _, policy in how.changes)))
-    engine = build_engine(settings, loaded, recorder.sink, workload.meta.block_size, clock)
+    settings = replace(
+        settings, may_become=(*settings.may_become, *(policy for _, policy in how.changes))
+    )
+    engine = Engine.create(settings, loaded, recorder.sink, workload.meta.block_size, clock)
     prompts = Prompts(workload, engine.loaded.config.vocab_size, how.seed)
     recorder.open(engine, out, _origin(workload, how, prompts.notes), workload.meta.block_size)
     player = _Player(engine, recorder, workload, prompts, how)
@@ -85,18 +101,24 @@ def replay(
     except BaseException as error:
         recorder.close(stopped_by=type(error).__name__)
         raise
-    return Replayed(recorder.close(), recorder.asked, player.token_ids)
+    run = recorder.close()
+    engine.close()
+    return Replayed(run, recorder.asked, player.token_ids)
 
 
 class Prompts:
-    """Token ids for every request of a workload, in a vocabulary; `notes` says what had to be made up or bent."""
+    """The token ids of every request of a workload, within a vocabulary. `notes` says which ids
+    were made up or changed.
+    """
 
     def __init__(self, workload: Workload, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
         self._seed = seed
         self.notes: list[str] = []
         blocks = any(request.prefix_ids is not None for request in workload)
-        self._made = with_token_ids(workload, seed, 0, vocab_size).requests if blocks else workload.requests
+        self._made = (
+            with_token_ids(workload, seed, 0, vocab_size).requests if blocks else workload.requests
+        )
         if blocks:
             self.notes.append(f"token ids made from block ids, seed {seed}")
         if any(max(request.prompt_ids or (0,)) >= vocab_size for request in workload):
@@ -105,19 +127,26 @@ class Prompts:
             self.notes.append(f"random token ids where the trace has none, seed {seed}")
 
     def of(self, place: int, asked: TraceRequest) -> list[int]:
-        """The prompt of the request at `place` in the workload."""
+        """Return the prompt of the request at `place` in the workload."""
         found = asked.prompt_ids if asked.prompt_ids is not None else self._made[place].prompt_ids
         if found is not None:
             return [token % self._vocab_size for token in found]
         own = hashlib.sha256(f"{self._seed}:{asked.id}".encode()).digest()
-        return synthetic_prompt(int.from_bytes(own[:7], "little"), asked.prompt_tokens, self._vocab_size)
+        return synthetic_prompt(
+            int.from_bytes(own[:7], "little"), asked.prompt_tokens, self._vocab_size
+        )
 
 
 class _Player:
-    """Hands requests in when their time has come and steps the loop until all have ended."""
+    """Submits requests when they are due and steps the engine until all have ended."""
 
     def __init__(
-        self, engine: Engine, recorder: EngineRecorder, workload: Workload, prompts: Prompts, how: ReplaySettings
+        self,
+        engine: Engine,
+        recorder: EngineRecorder,
+        workload: Workload,
+        prompts: Prompts,
+        how: ReplaySettings,
     ) -> None:
         self._engine = engine
         self._recorder = recorder
@@ -130,27 +159,31 @@ class _Player:
         self.token_ids: dict[str, list[int]] = {}
 
     def run(self, progress: Progress | None) -> None:
-        """Play everything."""
-        loop, scheduler = self._engine.loop, self._engine.scheduler
-        loop.start_clock()
+        """Replay the whole workload."""
+        engine, scheduler = self._engine, self._engine.scheduler
+        engine.start_clock()
         while True:
             while self._changes and self._changes[0][0] <= scheduler.next_step:
-                loop.replace_policy(self._changes.popleft()[1])
-            self._hand_in(loop.clock_ns())
-            stepped = loop.step()
+                engine.replace_policy(self._changes.popleft()[1])
+            self._hand_in(engine.clock_ns())
+            stepped = engine.step()
             self._num_ended += self._recorder.collect()
             if progress is not None:
-                progress(self._num_ended, self._num_requests, loop.now_ns())
+                progress(self._num_ended, self._num_requests, engine.now_ns())
             if stepped:
                 continue
             if self._pending:
-                left_s = (self._due_ns(self._pending[0][1]) - loop.clock_ns()) / NS_PER_S
-                time.sleep(IDLE_S if scheduler.state.requests else min(max(left_s, 0.0), LONGEST_NAP_S))
-            elif scheduler.state.requests:
-                time.sleep(IDLE_S)  # a compression is under way and nothing else is to do
+                left_s = (self._due_ns(self._pending[0][1]) - engine.clock_ns()) / NS_PER_S
+                time.sleep(
+                    IDLE_S
+                    if scheduler.stats().num_requests
+                    else min(max(left_s, 0.0), LONGEST_NAP_S)
+                )
+            elif scheduler.stats().num_requests:
+                time.sleep(IDLE_S)  # only a compression is in flight; there is nothing else to do
             else:
                 break
-        loop.drain()
+        engine.drain()
 
     def _due_ns(self, asked: TraceRequest) -> int:
         return 0 if self._how.at_once else round((asked.arrival_s or 0.0) * NS_PER_S)
@@ -160,12 +193,14 @@ class _Player:
             place, asked = self._pending.popleft()
             prompt = self._prompts.of(place, asked)
             told = self._told(asked, prompt)
-            sequence = submit(self._engine, told, prompt, self._how.params, with_text=False, arrival_ns=due_ns)
+            sequence = self._engine.submit(
+                told, prompt, self._how.params, with_text=False, arrival_ns=due_ns
+            )
             self._recorder.submitted(told)
             self.token_ids[asked.id] = sequence.output.token_ids
 
     def _told(self, asked: TraceRequest, prompt: list[int]) -> TraceRequest:
-        """The request as the scheduler is told of it."""
+        """Return the request as it is submitted to the scheduler."""
         told = asked if asked.prompt_ids is None else replace(asked, prompt_ids=tuple(prompt))
         if not self._how.live:
             return told
@@ -181,6 +216,7 @@ def _origin(workload: Workload, how: ReplaySettings, notes: Sequence[str]) -> di
             "name": meta.name,
             "source": meta.source,
             "num_requests": len(workload),
+            "rows": meta.rows(),
             "modifications": changes + (["outputs may stop early"] if how.live else []),
         },
         "workload_sha256": workload.sha256,

@@ -1,1 +1,3 @@
-"""What runs next: the mechanism (`policies.core`) and the decisions that steer it."""
+"""Policies: the scheduler core (`zlab.policies.core`), the choices that steer it, and their
+registry.
+"""

@@ -1,73 +1,65 @@
-"""How many blocks may a request hold while it decodes (`N_max`)?"""
+"""KV budgets: how many blocks a request may hold while it decodes (`N_max`)."""
 
 from dataclasses import dataclass
 
-from policies.core.policy import PoolView
+from typing_extensions import override
+
+from zlab.policies.core.policy import Budget, PoolView
 
 
 def blocks_of(blocks: int, tokens: int, block_size: int) -> int:
-    """`N_max` of a budget given in blocks, or in kept tokens (rounded up to whole blocks, plus the empty one)."""
+    """Return `N_max` of a budget in blocks, or in kept tokens (rounded up to whole blocks, plus the
+    empty one).
+    """
     return blocks or -(-tokens // block_size) + 1
 
 
 def check(what: str, blocks: int, tokens: int) -> None:
-    """Raise ValueError unless one of the two forms makes sense."""
+    """Raise ValueError unless exactly one of the two forms is usable."""
     if blocks < 0 or tokens < 0 or blocks == 1 or not (blocks or tokens):
         raise ValueError(
-            f"{what} needs at least 2 blocks, or at least 1 kept token, not blocks={blocks} tokens={tokens}"
+            f"{what} needs at least 2 blocks, or at least 1 kept token, not blocks={blocks} "
+            f"tokens={tokens}"
         )
 
 
 @dataclass(frozen=True)
-class Unlimited:
-    """As many as its tokens need."""
+class Unlimited(Budget):
+    """A request holds as many blocks as its tokens need."""
 
+    @override
     def floor(self, block_size: int) -> int | None:
-        """It is never compressed."""
         return None
-
-    def may_grow(self, held: int, block_size: int, pool: PoolView) -> bool:
-        """Always."""
-        return True
-
-    def shrink_to(self, held: int, block_size: int, pool: PoolView) -> int:
-        """Nothing is given up."""
-        return held
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """The same for all: `blocks` (`N_max`, the empty one included) or, when 0, room for `tokens` kept tokens."""
+class Fixed(Budget):
+    """Every request has the same budget: `blocks` (`N_max`, the empty one included) or, when 0,
+    blocks for `tokens` kept tokens.
+    """
 
     tokens: int = 2048
     blocks: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError on a budget that keeps nothing."""
+        """Raise ValueError on a budget that keeps no token."""
         check("a budget", self.blocks, self.tokens)
 
+    @override
     def floor(self, block_size: int) -> int | None:
-        """N_max."""
-        return blocks_of(self.blocks, self.tokens, block_size)
-
-    def may_grow(self, held: int, block_size: int, pool: PoolView) -> bool:
-        """Up to N_max."""
-        return held < blocks_of(self.blocks, self.tokens, block_size)
-
-    def shrink_to(self, held: int, block_size: int, pool: PoolView) -> int:
-        """N_max."""
         return blocks_of(self.blocks, self.tokens, block_size)
 
 
 @dataclass(frozen=True)
-class Adaptive:
-    """Grows while the pool is idle, keeps its size while it is not, shrinks to the least under pressure.
+class Adaptive(Budget):
+    """A budget that grows while the pool has free blocks and shrinks under pressure.
 
     Attributes:
-        tokens, blocks: the least, as in `Fixed`; query slots are counted by it.
-        most_tokens: kept tokens that no request exceeds.
-        grow_above: share of the pool that must be free for a request to take one more block.
-        shrink_below: share of free blocks under which a compression goes down to the least.
+        tokens, blocks: The smallest budget, as in `Fixed`; it determines the number of query slots.
+        most_tokens: The largest number of tokens that a request keeps.
+        grow_above: Share of the pool that must be free for a request to take one more block.
+        shrink_below: Share of free blocks below which a compression goes down to the smallest
+            budget.
     """
 
     tokens: int = 2048
@@ -77,26 +69,32 @@ class Adaptive:
     shrink_below: float = 0.05
 
     def __post_init__(self) -> None:
-        """Raise ValueError on a budget that keeps nothing, or bounds in the wrong order."""
+        """Raise ValueError on a budget that keeps no token, or on bounds in the wrong order."""
         check("an adaptive budget", self.blocks, self.tokens)
-        if self.most_tokens < self.tokens:
-            raise ValueError(f"most_tokens must be at least tokens = {self.tokens}, not {self.most_tokens}")
+        if not self.blocks and self.most_tokens < self.tokens:
+            raise ValueError(
+                f"most_tokens must be at least tokens = {self.tokens}, not {self.most_tokens}"
+            )
         if not 0 <= self.shrink_below <= self.grow_above <= 1:
             raise ValueError(
-                f"0 <= shrink_below <= grow_above <= 1 must hold, not {self.shrink_below} and {self.grow_above}"
+                f"0 <= shrink_below <= grow_above <= 1 must hold, not {self.shrink_below} and "
+                f"{self.grow_above}"
             )
 
+    @override
     def floor(self, block_size: int) -> int | None:
-        """The least."""
         return blocks_of(self.blocks, self.tokens, block_size)
 
+    @override
     def may_grow(self, held: int, block_size: int, pool: PoolView) -> bool:
-        """One more block while enough of the pool is free."""
-        most = max(blocks_of(0, self.most_tokens, block_size), blocks_of(self.blocks, self.tokens, block_size))
+        most = max(
+            blocks_of(0, self.most_tokens, block_size),
+            blocks_of(self.blocks, self.tokens, block_size),
+        )
         return held < most and pool.num_free > self.grow_above * pool.num_blocks
 
+    @override
     def shrink_to(self, held: int, block_size: int, pool: PoolView) -> int:
-        """Its size so far (one block of tokens goes), or the least under pressure."""
         least = blocks_of(self.blocks, self.tokens, block_size)
         most = max(blocks_of(0, self.most_tokens, block_size), least)
         under_pressure = pool.num_free < self.shrink_below * pool.num_blocks or pool.num_waiting

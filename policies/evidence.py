@@ -1,21 +1,23 @@
-"""What a policy was seen to do before it may serve: a record that is named by its own content.
+"""Evidence: what was measured of a policy before it may serve, and whether that suffices.
 
-A record says which policy (settings and own sources), which code of `policies`, which workloads by hash and seeds,
-which card, model, limits and costs, what was measured in every case, and how the gates stand. Its id is the SHA-256 of
-its canonical JSON: whoever changes a figure has another record, and one that no longer agrees with its id is not read.
+A record names the policy (settings and own sources), the code that decides, the workloads by hash
+and seeds, GPU, model, limits and costs, the measurements of each case, and the verdict of each
+gate. Its id is the SHA-256 of its canonical JSON: a changed figure makes another record, and a
+record that does not agree with its id is not read.
 """
 
 import hashlib
 import json
 import math
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policies.gates import Gates, Verdict, gates_from_list, worst
-from policies.stored import StoredPolicy, stored_from_dict
+from zlab.policies.gates import QUALITY, Gates, GateVerdict, gates_from_list, worst
+from zlab.policies.snapshot import PolicySnapshot, stored_from_dict
 
 FORMAT = "zlab-evidence/1"
 ID = "id"
@@ -23,12 +25,12 @@ NEEDED = ("format", "policy", "code", "target", "setup", "gates", "cases", "pass
 
 
 class EvidenceError(ValueError):
-    """Evidence that cannot be believed or does not suffice; the message says of what, and what is missing."""
+    """Evidence is unreadable or insufficient; the message says which record and what is missing."""
 
 
 @dataclass(frozen=True, order=True)
 class Target:
-    """Where a policy serves: a model on a card, by the names that `zlab validate` knows."""
+    """Where a policy serves: a model on a GPU, by the names that `zlab validate` knows."""
 
     model: str
     gpu: str
@@ -39,15 +41,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: what policy and baseline amounted to on it, or why there are no figures.
+    """The results of policy and baseline on one workload, or the reason why there are none.
 
     Attributes:
-        name: the trace as it was named.
-        seed: of a workload that is made from one.
-        workload_sha256: over every request.
-        measured, baseline: metric -> value, as in `policies.measures`.
-        digests: decision digests of the policy's and of the baseline's run.
-        error: what ended the run.
+        name: The trace as it was named.
+        seed: Seed of a workload that is generated.
+        workload_sha256: Hash over every request.
+        measured, baseline: Metric -> value, as in `zlab.policies.gates`.
+        digests: Decision digests of the policy's and of the baseline's run.
+        error: What ended the run.
+        rows: Rows read, kept and dropped (by reason) of the trace, as
+            `zlab.traces.workload.WorkloadMeta.rows` gives them; None in evidence of release 0.1.0.
     """
 
     name: str
@@ -57,14 +61,15 @@ class Case:
     baseline: Mapping[str, float | str | None] | None = None
     digests: tuple[str | None, str | None] = (None, None)
     error: str | None = None
+    rows: Mapping[str, Any] | None = None
 
     @property
     def label(self) -> str:
-        """Trace and seed for people."""
+        """Trace and seed as text."""
         return self.name if self.seed is None else f"{self.name} seed {self.seed}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "name": self.name,
             "seed": self.seed,
@@ -73,15 +78,16 @@ class Case:
             "baseline": None if self.baseline is None else dict(self.baseline),
             "digests": list(self.digests),
             "error": self.error,
+            "rows": None if self.rows is None else dict(self.rows),
         }
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedGate:
     """One gate over all cases: the case that decides, and its verdict."""
 
     case: Case
-    verdict: Verdict
+    verdict: GateVerdict
 
 
 @dataclass(frozen=True)
@@ -89,16 +95,16 @@ class Evidence:
     """One record.
 
     Attributes:
-        content: the record as plain JSON, without its id.
-        policy: what was judged.
-        code: `policies.code.code_digest` of what decided.
-        target: where it holds.
-        gates: what was asked.
-        cases: what was seen.
+        content: The record as plain JSON, without its id.
+        policy: The policy that was judged.
+        code: `zlab.policies.deciding_code.code_digest` of the code that decided.
+        target: Where the record holds.
+        gates: The conditions.
+        cases: The measurements.
     """
 
     content: Mapping[str, Any]
-    policy: StoredPolicy
+    policy: PolicySnapshot
     code: str
     target: Target
     gates: Gates
@@ -116,38 +122,46 @@ class Evidence:
 
     @property
     def made_at(self) -> str:
-        """When, in UTC."""
+        """Time of the record, in UTC."""
         return str(self.content["made_at"])
 
     @property
-    def judged(self) -> list[Judged]:
-        """Each gate with the case that is worst for it."""
+    def quality(self) -> Mapping[str, Any] | None:
+        """What is known of answers under the policy: figures of `zlab evaluate` on the same policy,
+        or `required` = False with the `reason` of the gates file; None where nothing is.
+        """
+        found = self.content.get("quality")
+        return found if isinstance(found, Mapping) else None
+
+    @property
+    def judged(self) -> list[JudgedGate]:
+        """Return each gate with its worst case."""
         return judge(self.gates, self.cases)
 
     def as_dict(self) -> dict[str, Any]:
-        """The record with its id, as a file holds it."""
+        """Return the record with its id, as a file holds it."""
         return {ID: self.id, **self.content}
 
 
-def judge(gates: Gates, cases: Sequence[Case]) -> list[Judged]:
-    """Every gate by its worst case; there must be a case."""
+def judge(gates: Gates, cases: Sequence[Case]) -> list[JudgedGate]:
+    """Judge every gate by its worst case. There must be a case."""
     rows = [gates.check(case.measured, case.baseline) for case in cases]
     found = []
     for at in range(len(gates.gates)):
         verdicts = [row[at] for row in rows]
         place = worst(verdicts)
-        found.append(Judged(cases[place], verdicts[place]))
+        found.append(JudgedGate(cases[place], verdicts[place]))
     return found
 
 
 def passes(gates: Gates, cases: Sequence[Case]) -> bool:
-    """Whether there are gates and cases, no run broke off, and every gate held in every case."""
+    """Whether there are gates and cases, no run ended early, and every gate held in every case."""
     whole = bool(gates.gates) and bool(cases) and not any(case.error for case in cases)
     return whole and all(one.verdict.passed for one in judge(gates, cases))
 
 
 def make_evidence(
-    policy: StoredPolicy,
+    policy: PolicySnapshot,
     code: str,
     target: Target,
     gates: Gates,
@@ -156,7 +170,9 @@ def make_evidence(
     made_at: str,
     **more: Any,
 ) -> Evidence:
-    """A record of what was seen; `setup` and `more` are plain JSON. What is not a finite number is left out as None."""
+    """Return a record of the measurements; `setup` and `more` are plain JSON. Values that are not
+    finite become None.
+    """
     content = {
         "format": FORMAT,
         "policy": policy.as_dict(),
@@ -173,7 +189,10 @@ def make_evidence(
 
 
 def evidence_from_dict(document: Any, source: str = "evidence") -> Evidence:
-    """A record, with or without its id. Raises EvidenceError where it was changed, contradicts itself or is none."""
+    """Return a record from JSON, with or without its id.
+
+    Raises EvidenceError when it was changed, contradicts itself or is no record.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         said = document.get("format") if isinstance(document, dict) else None
         raise EvidenceError(f"{source}: not evidence: its format is {said!r}, not {FORMAT!r}")
@@ -185,7 +204,8 @@ def evidence_from_dict(document: Any, source: str = "evidence") -> Evidence:
         raise EvidenceError(f"{source}: holds what JSON has no number for: {error}") from error
     if said is not None and said != found:
         raise EvidenceError(
-            f"{source}: was changed after it was made: its content amounts to {found[:16]}, not to the "
+            f"{source}: was changed after it was made: its content amounts to {found[:16]}, "
+            f"not to the "
             f"{str(said)[:16]} that it says"
         )
     missing = [key for key in NEEDED if key not in content]
@@ -199,18 +219,29 @@ def evidence_from_dict(document: Any, source: str = "evidence") -> Evidence:
     except (KeyError, TypeError, ValueError) as error:
         raise EvidenceError(f"{source}: {error}") from error
     if content["passed"] is not passes(gates, cases):
-        raise EvidenceError(f"{source}: says passed = {content['passed']}, which its own figures do not bear out")
+        raise EvidenceError(
+            f"{source}: says passed = {content['passed']}, which its own figures do not bear out"
+        )
     return Evidence(content, policy, str(content["code"]), target, gates, cases)
 
 
 def _case(row: Mapping[str, Any]) -> Case:
     first, second = row["digests"]
     measured, baseline = row["measured"], row["baseline"]
-    return Case(row["name"], row["seed"], row["workload_sha256"], measured, baseline, (first, second), row["error"])
+    return Case(
+        row["name"],
+        row["seed"],
+        row["workload_sha256"],
+        measured,
+        baseline,
+        (first, second),
+        row["error"],
+        row.get("rows"),
+    )
 
 
 def read_evidence(path: Path) -> Evidence:
-    """A record from its file. Raises EvidenceError; OSError where there is no such file."""
+    """Read a record from a file. Raises EvidenceError; OSError when there is no such file."""
     try:
         document = json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -221,24 +252,26 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def write_evidence(evidence: Evidence, path: Path) -> None:
-    """Write the file in one move."""
+    """Write the file atomically."""
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(evidence.as_dict(), indent=1) + "\n", "utf-8")
     os.replace(unfinished, path)
 
 
 def canonical(content: Any) -> str:
-    """The one JSON text of a content: sorted keys, no spaces."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    """Return the canonical JSON of a content: sorted keys, no spaces."""
+    return json.dumps(
+        content, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True
+    )
 
 
 def content_id(content: Any) -> str:
-    """SHA-256 of the canonical JSON."""
+    """Return the SHA-256 of the canonical JSON."""
     return hashlib.sha256(canonical(content).encode()).hexdigest()
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for what JSON has no number for."""
+    """Return the value with None for numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -246,3 +279,106 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+MOST_NAMED = 3
+SHORT = 12  # digits of a digest in a message
+
+
+def newest_for(
+    records: Sequence[Evidence], policy: PolicySnapshot, code: str, target: Target
+) -> Evidence | None:
+    """Return the last record about exactly this policy, code and target; `records` are in order of
+    time.
+    """
+    exact = [
+        one
+        for one in records
+        if (one.policy.digest, one.code, one.target) == (policy.digest, code, target)
+    ]
+    return exact[-1] if exact else None
+
+
+def shortcomings(
+    evidence: Evidence, policy: PolicySnapshot, code: str, target: Target
+) -> list[str]:
+    """Return the reasons why this record does not let this policy serve there; empty when it
+    does.
+    """
+    found = []
+    if evidence.policy.digest != policy.digest:
+        found.append(
+            f"it is about policy {evidence.policy.digest[:SHORT]} ({evidence.policy.name}), "
+            f"not about {policy.digest[:SHORT]} ({policy.name})"
+        )
+    if evidence.code != code:
+        found.append(
+            f"it was made with other deciding code: {evidence.code[:SHORT]} then, "
+            f"{code[:SHORT]} now"
+        )
+    if evidence.target.model != target.model:
+        found.append(f"it is for model {evidence.target.model}, not {target.model}")
+    if evidence.target.gpu != target.gpu:
+        found.append(f"it is for GPU {evidence.target.gpu}, not {target.gpu}")
+    if not evidence.passed:
+        broken = [one for one in evidence.judged if not one.verdict.passed]
+        words = [f"{one.verdict.gate.written} ({one.case.label})" for one in broken]
+        words += [f"{case.label}: {case.error}" for case in evidence.cases if case.error]
+        found.append(f"it did not pass: {'; '.join(words)}")
+    if compresses(policy) and not _answers_are_shown(evidence):
+        found.append(
+            f"{policy.name} compresses, and it does not show that answers stay right: "
+            "`zlab validate --quality RESULTS` takes what `zlab evaluate` found, and a gates file "
+            "may say [quality] required = false with a reason"
+        )
+    return found
+
+
+def compresses(policy: PolicySnapshot) -> bool:
+    """Whether requests are compressed under a stored policy; a budget of one's own counts as one
+    that does. Runs no foreign code.
+    """
+    answer = tomllib.loads(policy.toml).get("budget", {})
+    kind = answer.get("kind") if isinstance(answer, Mapping) else answer
+    return bool(kind != "unlimited")
+
+
+def _answers_are_shown(evidence: Evidence) -> bool:
+    """Whether a gate on pass@1 held, or the gates file had a reason not to ask."""
+    if evidence.quality is None:
+        return False
+    if evidence.quality.get("required") is False:
+        return bool(str(evidence.quality.get("reason", "")).strip())
+    return any(gate.metric == QUALITY for gate in evidence.gates.gates)
+
+
+def what_is_missing(
+    records: Sequence[Evidence], policy: PolicySnapshot, code: str, target: Target
+) -> str:
+    """Return nothing when the newest matching record suffices, else what the records lack, the
+    nearest record first.
+    """
+    newest = newest_for(records, policy, code, target)
+    if newest is not None:
+        lacks = shortcomings(newest, policy, code, target)
+        return (
+            f"the newest evidence {newest.id[:SHORT]} of {newest.made_at}: {'; '.join(lacks)}"
+            if lacks
+            else ""
+        )
+    if not records:
+        return (
+            f"there is no evidence on policy {policy.digest[:SHORT]} ({policy.name}) or another "
+            f"of that name: "
+            "`zlab validate --registry` makes it"
+        )
+    numbered = list(enumerate(records))  # of equally near records, the newest first
+    ranked = sorted(
+        numbered, key=lambda pair: (len(shortcomings(pair[1], policy, code, target)), -pair[0])
+    )
+    lines = [
+        f"evidence {one.id[:SHORT]} of {one.made_at}: "
+        f"{'; '.join(shortcomings(one, policy, code, target))}"
+        for _, one in ranked[:MOST_NAMED]
+    ]
+    return " | ".join(lines)

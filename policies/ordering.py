@@ -1,19 +1,83 @@
-"""Who is next in the waiting line?"""
+"""Orders of the waiting queue, and predictors of output lengths."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from math import exp
+from random import Random
+from typing import ClassVar
 
-from policies.core.policy import History, Key
-from policies.core.request import Request
-from policies.predict import ClassMean, Predictor
+from typing_extensions import override
+
+from zlab.policies.core.policy import History, Key, Order
+from zlab.policies.core.request import Request
+
+
+class Predictor(ABC):
+    """A prediction of the number of output tokens, by which `shortest-output` orders."""
+
+    question: ClassVar[str] = "predictor"
+
+    @abstractmethod
+    def predict(self, request: Request, stats: History) -> float:
+        """Return the output tokens expected of the request in total."""
+
+
+def _known(request: Request) -> float:
+    """Return the length that a replay forces, or else the largest length the request may reach."""
+    forced = request.forced_output_tokens
+    return float(request.target_tokens if forced is None else min(forced, request.target_tokens))
 
 
 @dataclass(frozen=True)
-class SkipAhead:
-    """Bounded skip-ahead: what may be tried when the head of the line does not fit.
+class Oracle(Predictor):
+    """Predicts the true length, which only a replay knows: the bound for every predictor."""
+
+    @override
+    def predict(self, request: Request, stats: History) -> float:
+        return _known(request)
+
+
+@dataclass(frozen=True)
+class NoisyOracle(Predictor):
+    """Predicts the true length times exp(N(0, sigma)), drawn once for each request from `seed`."""
+
+    sigma: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError on a negative sigma."""
+        if self.sigma < 0:
+            raise ValueError(f"sigma must be 0 or more, not {self.sigma}")
+
+    @override
+    def predict(self, request: Request, stats: History) -> float:
+        return _known(request) * exp(
+            Random(self.seed * 1_000_003 + request.number).gauss(0.0, self.sigma)
+        )
+
+
+@dataclass(frozen=True)
+class ClassMean(Predictor):
+    """Predicts the mean output of finished requests of the same class (trace field `cls`);
+    `default` before any has finished.
+    """
+
+    default: float = 512.0
+
+    @override
+    def predict(self, request: Request, stats: History) -> float:
+        mean = stats.mean_output(request.cls)
+        return self.default if mean is None else mean
+
+
+@dataclass(frozen=True)
+class SkipAhead(Order):
+    """Requests behind the head of the queue may be admitted before it.
 
     Attributes:
-        lookahead: requests behind the head that are tried in its stead; 0: the head blocks the line.
-        max_skips: how often one head may be passed over before it blocks the line after all.
+        lookahead: Number of requests behind the head that are tried when the head does not fit.
+            With 0 the head blocks the queue.
+        max_skips: How often a head may be passed over before it blocks the queue.
     """
 
     lookahead: int = 0
@@ -22,20 +86,18 @@ class SkipAhead:
     def __post_init__(self) -> None:
         """Raise ValueError on negative bounds."""
         if self.lookahead < 0 or self.max_skips < 0:
-            raise ValueError(f"lookahead and max_skips must be 0 or more, not {self.lookahead} and {self.max_skips}")
-
-    @property
-    def fair_by_session(self) -> bool:
-        """One line for all."""
-        return False
+            raise ValueError(
+                f"lookahead and max_skips must be 0 or more, not {self.lookahead} and "
+                f"{self.max_skips}"
+            )
 
 
 @dataclass(frozen=True)
 class FirstCome(SkipAhead):
-    """By submission; a preempted request stands before everyone who came after it."""
+    """Order by submission; a preempted request comes before all later ones."""
 
-    def key(self, request: Request, history: History) -> Key:
-        """Submission number."""
+    @override
+    def key(self, request: Request, stats: History) -> Key:
         return (request.number,)
 
 
@@ -43,62 +105,85 @@ class FirstCome(SkipAhead):
 class PriorityWithAgeing(SkipAhead):
     """Higher `priority` first; every `arrivals_per_level` later arrivals make up for one level.
 
-    Ageing by arrivals, not by seconds, keeps decisions free of the clock: a request that waits is overtaken by fewer
-    and fewer, and never by one that comes `arrivals_per_level` requests later and stands one level higher.
+    Ageing counts arrivals, not seconds, so decisions stay independent of the clock. A request is
+    never overtaken by one that arrives `arrivals_per_level` requests later with a priority one
+    level higher.
     """
 
     arrivals_per_level: int = 64
 
     def __post_init__(self) -> None:
-        """Raise ValueError on an ageing below one arrival a level."""
+        """Raise ValueError on an ageing below one arrival per level."""
         super().__post_init__()
         if self.arrivals_per_level < 1:
             raise ValueError(f"arrivals_per_level must be 1 or more, not {self.arrivals_per_level}")
 
-    def key(self, request: Request, history: History) -> Key:
-        """Submission number, less a bonus a level."""
+    @override
+    def key(self, request: Request, stats: History) -> Key:
         return (request.number - request.priority * self.arrivals_per_level,)
+
+
+@dataclass(frozen=True)
+class StrictPriority(SkipAhead):
+    """Order by `priority` alone; of equal priorities the earlier submission is first.
+
+    A request of a later priority can wait for ever.
+
+    Attributes:
+        first: The priority value that is served first: the "highest" (as traces mean it) or the
+            "lowest" (as vLLM means it).
+    """
+
+    first: str = "highest"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError on an unknown choice or negative bounds."""
+        super().__post_init__()
+        if self.first not in ("highest", "lowest"):
+            raise ValueError(f"first must be 'highest' or 'lowest', not {self.first!r}")
+
+    @override
+    def key(self, request: Request, stats: History) -> Key:
+        lowest = self.first == "lowest"
+        return (request.priority if lowest else -request.priority, request.number)
 
 
 @dataclass(frozen=True)
 class ShortestPrompt(SkipAhead):
     """Fewest prompt tokens first."""
 
-    def key(self, request: Request, history: History) -> Key:
-        """Prompt tokens."""
+    @override
+    def key(self, request: Request, stats: History) -> Key:
         return (request.prompt_tokens,)
 
 
 @dataclass(frozen=True)
 class ShortestOutput(SkipAhead):
-    """Fewest output tokens still expected first, as the predictor has it when the request joins the line."""
+    """Fewest expected output tokens first, predicted when the request joins the queue."""
 
     predictor: Predictor = field(default_factory=ClassMean)
 
-    def key(self, request: Request, history: History) -> Key:
-        """Predicted output still to come."""
-        return (max(self.predictor.predict(request, history) - request.generated, 0.0),)
+    @override
+    def key(self, request: Request, stats: History) -> Key:
+        return (max(self.predictor.predict(request, stats) - request.generated, 0.0),)
 
 
 @dataclass(frozen=True)
-class FairShare:
-    """The session served least so far first (virtual counter of prompt and output tokens); within one, first come."""
+class FairShare(Order):
+    """The session with the least service first (virtual counter of prompt and output tokens);
+    within a session, by submission.
+    """
 
     @property
-    def lookahead(self) -> int:
-        """The head blocks the line: passing it over would take back what fairness gave."""
-        return 0
-
-    @property
+    @override
     def max_skips(self) -> int:
-        """Never."""
         return 0
 
     @property
+    @override
     def fair_by_session(self) -> bool:
-        """One line a session."""
         return True
 
-    def key(self, request: Request, history: History) -> Key:
-        """Submission number."""
+    @override
+    def key(self, request: Request, stats: History) -> Key:
         return (request.number,)

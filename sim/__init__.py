@@ -1,1 +1,3 @@
-"""The virtual clock: a SimPy GPU that carries out what the scheduler plans."""
+"""The simulator: a virtual clock, the cost of each step, and tools that run and compare
+simulations.
+"""

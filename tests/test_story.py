@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from policies.registry import Registry, Target
-from policies.spec import load_policy, policy_digest
 from tests.ports import free_port
+from zlab.policies.registry import PolicyRegistry, Target
+from zlab.policies.spec import load_policy, policy_digest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CANDIDATE = "constrained:tokens=48,window=8"
@@ -37,11 +37,13 @@ def test_record_validate_promote_serve_breach_rollback(tmp_path: Path) -> None:
     assert found.stdout.count("\n16 x length\n") == 1, told
 
     target = Target("smollm2-135m", "l40s")
-    registry = Registry(tmp_path / "registry.db", create=False)
+    registry = PolicyRegistry(tmp_path / "registry.db", create=False)
     live = registry.live(target)
     assert live is not None
     assert live.policy.digest == policy_digest(load_policy(CANDIDATE))
-    steps = [(one.action, one.name, one.who == "watch", one.forced) for one in registry.history(target)]
+    steps = [
+        (one.action, one.name, one.who == "watch", one.forced) for one in registry.history(target)
+    ]
     assert steps == [
         ("validate", CANDIDATE, False, False),
         ("promote", "full-kv", False, True),

@@ -1,1 +1,1 @@
-"""Where requests come from, and what a run leaves behind."""
+"""Workloads (what goes in) and recordings (what comes out)."""

@@ -1,7 +1,9 @@
-"""A recording as a trace for Perfetto or chrome://tracing: a track a request with its phases, counters for the pool.
+"""Write a recording as a trace for Perfetto or chrome://tracing: one track for each request with
+its phases, and counters of the pool.
 
-Format: Trace Event Format (Google, 2016), JSON object form; times are microseconds. Events are written one after the
-other, so that a long recording needs no more memory than its columns.
+The format is the Trace Event Format (Google, 2016), JSON object form; times are microseconds.
+Events are written one after the other, so that a long recording needs no more memory than its
+columns.
 """
 
 import json
@@ -11,23 +13,38 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from traces.moments import event_times, read_names
-from traces.occupancy import STATE_WORDS, STATES, read_occupancy
-from traces.palette import PHASE_LOOKS
-from traces.phases import PHASES, read_phases
-from traces.recording import Recording
+from zlab.traces.occupancy import read_occupancy
+from zlab.traces.palette import PHASE_LOOKS
+from zlab.traces.recording import Recording
+from zlab.traces.schema import PHASES, BlockState, EventKind
+from zlab.traces.timeline import Names, event_times, read_phases
 
-REQUESTS, POOL = 1, 2  # process numbers: tracks of requests, counters
+REQUESTS, POOL = 1, 2  # process numbers of the request tracks and of the counters
 US = 1e6
-INSTANTS = ("preempted", "compressing", "refused", "aborted", "failed")
+# Events without a duration, drawn beside the phases.
+INSTANTS = (
+    EventKind.PREEMPTED,
+    EventKind.COMPRESSING,
+    EventKind.REFUSED,
+    EventKind.ABORTED,
+    EventKind.FAILED,
+)
 PER_SECOND = ("output", "prefill")
 
 Event = dict[str, Any]
 
 
 def write_perfetto(recording: Recording, path: Path) -> int:
-    """Write the trace and return the number of its events. Raises RecordingError before anything is written."""
-    parts = (*_names(recording), _phases(recording), _instants(recording), _pool(recording), _steps(recording))
+    """Write the trace and return the number of its events. Raise RecordingError before anything is
+    written.
+    """
+    parts = (
+        *_names(recording),
+        _phases(recording),
+        _instants(recording),
+        _pool(recording),
+        _steps(recording),
+    )
     with path.open("w", encoding="utf-8") as file:
         return _write(file, parts)
 
@@ -45,19 +62,33 @@ def _write(file: TextIO, parts: tuple[Iterator[Event], ...]) -> int:
 
 
 def _names(recording: Recording) -> tuple[Iterator[Event], ...]:
-    """Names of the tracks. Requests that a run still going on has not written down yet go by number alone."""
+    """Return the names of the tracks. A request that a live run has not written yet is named by its
+    number alone.
+    """
     table = recording.table("requests", ("number", "id"))
     numbers, ids = table["number"].to_pylist(), table["id"].to_pylist()
     policy = str(recording.manifest.get("policy", ""))
 
     def processes() -> Iterator[Event]:
         for process, name in ((REQUESTS, f"requests ({policy})"), (POOL, f"pool ({policy})")):
-            yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
+            yield {
+                "ph": "M",
+                "pid": process,
+                "tid": 0,
+                "name": "process_name",
+                "args": {"name": name},
+            }
 
     def tracks() -> Iterator[Event]:
         for number, id in zip(numbers, ids, strict=True):
             name = f"r{number}" if str(number) == id else f"r{number} ({id})"
-            yield {"ph": "M", "pid": REQUESTS, "tid": number + 1, "name": "thread_name", "args": {"name": name}}
+            yield {
+                "ph": "M",
+                "pid": REQUESTS,
+                "tid": number + 1,
+                "name": "thread_name",
+                "args": {"name": name},
+            }
 
     return processes(), tracks()
 
@@ -76,28 +107,33 @@ def _phases(recording: Recording) -> Iterator[Event]:
         ):
             look = PHASE_LOOKS[PHASES[phase]]
             yield {
-                "ph": "X", "pid": REQUESTS, "tid": request + 1, "cat": "phase", "name": look.words,
-                "ts": round(start * US, 3), "dur": round((end - start) * US, 3), "args": {"step": step},
-            }  # fmt: skip
+                "ph": "X",
+                "pid": REQUESTS,
+                "tid": request + 1,
+                "cat": "phase",
+                "name": look.words,
+                "ts": round(start * US, 3),
+                "dur": round((end - start) * US, 3),
+                "args": {"step": step},
+            }
 
     return events()
 
 
 def _instants(recording: Recording) -> Iterator[Event]:
-    """Moments on the tracks of requests that have no length of their own."""
+    """Return the events without a duration on the tracks of the requests."""
     occupancy = read_occupancy(recording)
-    names = read_names(recording.manifest)
+    names = Names(recording.manifest)
     table = recording.table("events", ("step", "kind", "request", "value"))
-    moments, kind = event_times(table, occupancy.times, names), table["kind"].to_numpy()
-    rows = np.flatnonzero(np.isin(kind, names.kind_codes(INSTANTS)))
-    words = {code: name for name, code in names.kinds.items()}
+    moments, kind = event_times(table, occupancy.times, names), names.kinds(table)
+    rows = np.flatnonzero(np.isin(kind, INSTANTS))
     request, value = table["request"].to_numpy(), table["value"].to_numpy()
 
     def events() -> Iterator[Event]:
         for row in rows.tolist():
             yield {
                 "ph": "i", "s": "t", "pid": REQUESTS, "tid": int(request[row]) + 1, "cat": "event",
-                "name": words[int(kind[row])], "ts": round(float(moments[row]) * US, 3),
+                "name": EventKind(kind[row]).label, "ts": round(float(moments[row]) * US, 3),
                 "args": {"value": int(value[row])},
             }  # fmt: skip
 
@@ -105,23 +141,34 @@ def _instants(recording: Recording) -> Iterator[Event]:
 
 
 def _counter(name: str, time_s: float, values: dict[str, float]) -> Event:
-    return {"ph": "C", "pid": POOL, "tid": 0, "name": name, "ts": round(time_s * US, 3), "args": values}
+    return {
+        "ph": "C",
+        "pid": POOL,
+        "tid": 0,
+        "name": name,
+        "ts": round(time_s * US, 3),
+        "args": values,
+    }
 
 
 def _pool(recording: Recording) -> Iterator[Event]:
-    """Blocks by state at every change."""
+    """Return the number of blocks in each state at every change."""
     occupancy = read_occupancy(recording)
-    labels = [STATE_WORDS[state] for state in STATES]
+    labels = [state.words for state in BlockState]
 
     def events() -> Iterator[Event]:
-        for moment, counts in zip(occupancy.change_s.tolist(), occupancy.counts.tolist(), strict=True):
+        for moment, counts in zip(
+            occupancy.change_s.tolist(), occupancy.counts.tolist(), strict=True
+        ):
             yield _counter("blocks by state", moment, dict(zip(labels, counts, strict=True)))
 
     return events()
 
 
 def _steps(recording: Recording) -> Iterator[Event]:
-    """Running and waiting requests, and tokens a second, where a step changes them."""
+    """Return the running and waiting requests, and tokens per second, at each step that changes
+    them.
+    """
     names = ("start_s", "end_s", "running", "waiting", *(f"{name}_tokens" for name in PER_SECOND))
     table = recording.table("steps", names)
     columns = [table[name].to_numpy() for name in names]
@@ -137,7 +184,12 @@ def _steps(recording: Recording) -> Iterator[Event]:
             length = end - start
             rates = [round(count / length, 1) if length > 0 else 0.0 for count in tokens]
             yield _counter(
-                "tokens/s", start, {name.removesuffix("_tokens"): r for name, r in zip(PER_SECOND, rates, strict=True)}
+                "tokens/s",
+                start,
+                {
+                    name.removesuffix("_tokens"): r
+                    for name, r in zip(PER_SECOND, rates, strict=True)
+                },
             )
         if last:
             yield _counter("requests", last, {"running": 0, "waiting": 0})

@@ -1,6 +1,6 @@
-"""`python -m zlab` is the command `zlab`."""
+"""`python -m zlab` runs the command `zlab`."""
 
-from zlab import main
+from zlab.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,1 +1,1 @@
-"""Figures as pure functions of recordings: what they show is decided here, before a browser sees anything."""
+"""Figures as pure functions of recordings; they need no browser."""

@@ -1,17 +1,19 @@
-"""What all figures have in common: bounds on what is sent, units, a look that suits light and dark."""
+"""What all figures share: size limits, units, and colours that suit light and dark pages."""
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from traces.palette import BLOCK_LOOKS, Look, darker
+from zlab.traces.palette import BLOCK_LOOKS, Look, darker
 
-MAX_MARKS = 5_000  # points, bars and cells that one figure may hold
-INK = "#808893"  # readable on white and on black
+MAX_MARKS = 5_000  # points, bars and cells in one figure
+INK = "#808893"  # of lines: at least 3:1 on white and on the dark page
+INKS = {"light": "#565c66", "dark": "#b9bfc9"}  # of words, by theme: at least 4.5:1
 GRID = "rgba(128, 136, 147, 0.22)"
-FREE_ALPHA = 56  # of 255: free blocks are a tint of INK over whatever the page's background is
+FREE_ALPHA = 56  # of 255: free blocks are a tint of INK over the page's background
 FREE_FILL = f"rgba(128, 136, 147, {FREE_ALPHA / 255:.3f})"
 CONFIG = {
     "displaylogo": False,
@@ -24,23 +26,28 @@ _SIZED = ("x", "y", "base", "values", "lat")
 
 
 def num_marks(figure: go.Figure) -> int:
-    """Points, bars and cells of a figure, pictures and lines of the layout included."""
+    """Return the number of points, bars and cells of a figure, layout images and lines included."""
     marks = len(figure.layout.shapes) + len(figure.layout.images) + len(figure.layout.annotations)
     for trace in figure.data:
         if trace.type == "heatmap":
             marks += int(np.size(trace.z))
         else:
-            marks += max((len(trace[name]) for name in _SIZED if name in trace and trace[name] is not None), default=0)
+            marks += max(
+                (len(trace[name]) for name in _SIZED if name in trace and trace[name] is not None),
+                default=0,
+            )
     return marks
 
 
 def num_bytes(figure: go.Figure) -> int:
-    """What the figure is on its way to the browser."""
+    """Return the size of the figure as JSON, in bytes."""
     return len(figure.to_json().encode())
 
 
-def finish(figure: go.Figure, height: int, title: str = "", dragmode: str | None = "zoom") -> go.Figure:
-    """Set what is common to all figures. A figure beyond MAX_MARKS is a bug of its maker."""
+def finish(
+    figure: go.Figure, height: int, title: str = "", dragmode: str | None = "zoom"
+) -> go.Figure:
+    """Apply the common layout. A figure with more than MAX_MARKS marks is a programming error."""
     marks = num_marks(figure)
     assert marks <= MAX_MARKS, f"{marks} marks in one figure, at most {MAX_MARKS}"
     figure.update_layout(
@@ -61,18 +68,60 @@ def finish(figure: go.Figure, height: int, title: str = "", dragmode: str | None
     return figure
 
 
+def plain(text: object) -> str:
+    """Return a name for Plotly that is shown as it is: no markup, no link, no placeholder."""
+    return escape(str(text)).replace("%{", "%\u2060{").replace("$", "\u2060$")
+
+
+def mark_moments(figure: go.Figure, moments: Sequence[tuple[float, str]]) -> go.Figure:
+    """Draw a line through a figure over time at each moment (seconds, words at its top)."""
+    for moment_s, words in moments:
+        figure.add_vline(x=moment_s, line={"color": INK, "dash": "dashdot", "width": 1.5})
+        figure.add_annotation(
+            x=moment_s,
+            y=1,
+            xref="x",
+            yref="paper",
+            text=plain(words),
+            showarrow=False,
+            textangle=-90,
+            xanchor="left",
+            yanchor="top",
+            font={"size": 10},
+        )
+    return figure
+
+
+def mark_area(figure: go.Figure, area_s: tuple[float, float]) -> go.Figure:
+    """Shade a part of the time in a figure, from and to in seconds."""
+    return figure.add_vrect(
+        x0=area_s[0],
+        x1=area_s[1],
+        fillcolor=INK,
+        opacity=0.25,
+        line={"color": INK, "width": 1},
+        layer="above",
+    )
+
+
 def empty(words: str, height: int = 160) -> go.Figure:
-    """A figure that says why there is nothing to see."""
+    """Return a figure that says why there is nothing to show."""
     figure = go.Figure()
-    figure.add_annotation(text=words, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 14})
+    figure.add_annotation(
+        text=words, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font={"size": 14}
+    )
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return finish(figure, height)
 
 
-def area(look: Look, x: Sequence[float], y: Sequence[float], group: str, name: str = "") -> go.Scatter:
-    """One layer of a stack, filled with the colour and the hatch of what it stands for."""
-    fill: Mapping[str, Any] = {"fillcolor": FREE_FILL if look is BLOCK_LOOKS["free"] else look.colour}
+def area(
+    look: Look, x: Sequence[float], y: Sequence[float | None], group: str, name: str = ""
+) -> go.Scatter:
+    """Return one layer of a stacked area, filled with the colour and hatch of `look`."""
+    fill: Mapping[str, Any] = {
+        "fillcolor": FREE_FILL if look is BLOCK_LOOKS["free"] else look.colour
+    }
     if look.hatch:
         lines = {"shape": look.hatch, "fgcolor": darker(look.colour), "bgcolor": look.colour}
         fill = {"fillpattern": lines | {"size": 6, "solidity": 0.25}}
@@ -89,19 +138,22 @@ def area(look: Look, x: Sequence[float], y: Sequence[float], group: str, name: s
 
 
 def rounded(values: Any, digits: int = 4) -> list[float | None]:
-    """Numbers short enough to send, with `digits` significant digits; NaN becomes a gap."""
-    return [None if np.isnan(value) else float(f"{value:.{digits}g}") for value in np.asarray(values, dtype=float)]
+    """Round numbers to `digits` significant digits; NaN becomes a gap."""
+    return [
+        None if np.isnan(value) else float(f"{value:.{digits}g}")
+        for value in np.asarray(values, dtype=float)
+    ]
 
 
 def times(values: Any, window_s: tuple[float, float]) -> list[float]:
-    """Moments rounded to a ten-thousandth of what is shown."""
+    """Round moments to a ten-thousandth of the window."""
     span = max(window_s[1] - window_s[0], 1e-9)
     digits = max(0, int(np.ceil(4 - np.log10(span))))
     return [round(float(value), digits) for value in values]
 
 
 def seconds(value: float) -> str:
-    """A duration in words that suit its size."""
+    """Return a duration in seconds as text with a suitable unit."""
     if value < 1e-3:
         return f"{value * 1e6:.0f} µs"
     if value < 1:

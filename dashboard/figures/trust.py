@@ -1,4 +1,6 @@
-"""Two recordings of one workload, one believed and one measured: where they part, and how far times are off."""
+"""Figures that compare a predicted and a measured run: first different decision, errors of
+times.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +11,19 @@ import pandas as pd
 import plotly.graph_objects as go
 import pyarrow as pa
 
-from dashboard.figures.style import INK, finish, rounded
-from traces.moments import FloatArray, read_names
-from traces.recording import Difference
+from zlab.dashboard.figures.style import INK, finish, rounded
+from zlab.traces.recording import Difference
+from zlab.traces.schema import EventKind
+from zlab.traces.timeline import FloatArray, Names
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 NUM_POINTS = 2_000
-AROUND = 4  # rows shown before and after the first that differs
+AROUND = 4  # rows before and after the first that differs
 
 
 @dataclass(frozen=True)
 class StepErrors:
-    """Steps that both runs decided alike: durations in seconds, and the error of the prediction."""
+    """Steps on which both runs decided alike: durations in seconds and the prediction's error."""
 
     step: FloatArray
     predicted_s: FloatArray
@@ -34,13 +37,15 @@ class StepErrors:
 
     @property
     def total(self) -> float | None:
-        """Error of the sum of all steps; None without steps."""
+        """Relative error of the sum of all steps; None without steps."""
         measured = float(self.measured_s.sum())
         return float(self.predicted_s.sum()) / measured - 1 if measured > 0 else None
 
 
-def step_errors(predicted: pa.Table, measured: pa.Table, difference: Difference | None) -> StepErrors:
-    """Compare two `steps` tables (start_s, end_s) up to the step in which decisions part."""
+def step_errors(
+    predicted: pa.Table, measured: pa.Table, difference: Difference | None
+) -> StepErrors:
+    """Compare two `steps` tables (start_s, end_s) up to the step in which decisions differ."""
     count = min(predicted.num_rows, measured.num_rows)
     if difference is not None:
         count = min(count, difference.step)
@@ -52,28 +57,32 @@ def step_errors(predicted: pa.Table, measured: pa.Table, difference: Difference 
 
 
 def error_table(errors: StepErrors) -> pd.DataFrame:
-    """Percentiles of step times, predicted and measured, and of the size of a step's error."""
+    """Return percentiles of predicted and measured step times and of the absolute errors."""
     if not len(errors.step):
         return pd.DataFrame()
     sizes = np.abs(errors.relative)
     sizes = sizes[~np.isnan(sizes)]
     rows = []
     for mark in PERCENTILES:
-        predicted, measured = (float(np.percentile(v, mark)) for v in (errors.predicted_s, errors.measured_s))
+        predicted, measured = (
+            float(np.percentile(v, mark)) for v in (errors.predicted_s, errors.measured_s)
+        )
         rows.append(
             {
                 "percentile": f"p{mark}",
                 "predicted, ms": predicted * 1e3,
                 "measured, ms": measured * 1e3,
                 "difference, %": (predicted / measured - 1) * 100 if measured > 0 else None,
-                "size of a step's error, %": float(np.percentile(sizes, mark)) * 100 if len(sizes) else None,
+                "size of a step's error, %": float(np.percentile(sizes, mark)) * 100
+                if len(sizes)
+                else None,
             }
         )
     return pd.DataFrame(rows)
 
 
 def times_figure(errors: StepErrors) -> go.Figure:
-    """Predicted against measured step times; on the line they agree. At most NUM_POINTS steps, extremes among them."""
+    """Draw predicted against measured step times, at most NUM_POINTS steps, extremes included."""
     at = _spread_out(errors)
     measured, predicted = errors.measured_s[at] * 1e3, errors.predicted_s[at] * 1e3
     figure = go.Figure()
@@ -85,20 +94,25 @@ def times_figure(errors: StepErrors) -> go.Figure:
             mode="markers",
             marker={"size": 5, "color": "#0072b2", "opacity": 0.55},
             name="a step",
-            hovertemplate="step %{customdata}<br>measured %{x} ms<br>predicted %{y} ms<extra></extra>",
+            hovertemplate="step %{customdata}<br>measured %{x} ms<br>predicted %{y} "
+            "ms<extra></extra>",
         )
     )
     if len(at):
         most = float(max(measured.max(), predicted.max()))
         line = {"color": INK, "dash": "dash"}
-        figure.add_trace(go.Scatter(x=[0, most], y=[0, most], mode="lines", line=line, name="equal", hoverinfo="skip"))
+        figure.add_trace(
+            go.Scatter(
+                x=[0, most], y=[0, most], mode="lines", line=line, name="equal", hoverinfo="skip"
+            )
+        )
     figure.update_xaxes(title_text="measured step time, ms", rangemode="tozero")
     figure.update_yaxes(title_text="predicted step time, ms", rangemode="tozero")
     return finish(figure, 420, "Step times")
 
 
 def error_figure(errors: StepErrors) -> go.Figure:
-    """Error over the course of the run, and what share of steps has at most an error."""
+    """Draw the error over the run, and the share of steps below each error."""
     at = _spread_out(errors)
     figure = go.Figure()
     figure.add_trace(
@@ -106,7 +120,12 @@ def error_figure(errors: StepErrors) -> go.Figure:
             x=errors.step[at].astype(int).tolist(),
             y=rounded(errors.relative[at] * 100),
             mode="markers",
-            marker={"size": 4, "color": "#d55e00", "symbol": "x-thin", "line": {"width": 1, "color": "#d55e00"}},
+            marker={
+                "size": 4,
+                "color": "#d55e00",
+                "symbol": "x-thin",
+                "line": {"width": 1, "color": "#d55e00"},
+            },
             name="error of a step",
             hovertemplate="step %{x}: %{y} %<extra></extra>",
         )
@@ -118,7 +137,7 @@ def error_figure(errors: StepErrors) -> go.Figure:
 
 
 def _spread_out(errors: StepErrors) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
-    """Indices of at most NUM_POINTS steps: evenly many, and of the largest errors all that fit."""
+    """Return at most NUM_POINTS indices: evenly spaced steps and those with the largest errors."""
     count = len(errors.step)
     if count <= NUM_POINTS:
         return np.arange(count)
@@ -129,11 +148,14 @@ def _spread_out(errors: StepErrors) -> "np.ndarray[tuple[int], np.dtype[np.intp]
 
 
 def around(events: pa.Table, manifest: Mapping[str, Any], index: int) -> pd.DataFrame:
-    """The events before and after row `index`, their kinds by name."""
-    names = {code: name for name, code in read_names(manifest).kinds.items()}
+    """Return the events before and after row `index`, with the names of their kinds."""
     first = max(0, index - AROUND)
-    table = events.slice(first, 2 * AROUND + 1).to_pandas()
-    table["kind"] = [names.get(int(kind), str(kind)) for kind in table["kind"]]
+    part = events.slice(first, 2 * AROUND + 1)
+    table = part.to_pandas()
+    table["kind"] = [
+        EventKind(kind).label if kind else f"unknown ({code})"
+        for kind, code in zip(Names(manifest).kinds(part), table["kind"], strict=True)
+    ]
     table.insert(0, "row", np.arange(first, first + len(table)))
     table.insert(1, "", ["→ differs" if row == index else "" for row in table["row"]])
     return table

@@ -1,1 +1,1 @@
-"""The pages of the dashboard; each has one function that draws it."""
+"""The views of the dashboard; each module has one function that draws it."""

@@ -1,7 +1,9 @@
-"""Traffic for a server of `zlab serve`: `python docs/examples/traffic.py URL [--requests N] [--output TOKENS]`.
+"""Traffic for a server of `zlab serve`: `python docs/examples/traffic.py URL [--requests N]
+[--output TOKENS]`.
 
-Sends requests one hard upon another, prompts of token ids, so that any model will do, and prints how each ended. Uses
-the standard library only; the API key, if the server wants one, is taken from ZLAB_API_KEY.
+Sends requests one hard upon another, prompts of token ids, so that any model will do, and prints
+how each ended. Uses the standard library only; the API key, if the server wants one, is taken from
+ZLAB_API_KEY.
 """
 
 import argparse
@@ -30,11 +32,15 @@ def ask(url: str, body: dict[str, object]) -> str:
 
 def main() -> None:
     """Send, wait, count."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="as http://127.0.0.1:8000")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=24, help="tokens")
-    parser.add_argument("--output", type=int, default=100, help="tokens, about; each request has its own length")
+    parser.add_argument(
+        "--output", type=int, default=100, help="tokens, about; each request has its own length"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     draw = random.Random(given.seed)

@@ -1,1 +1,3 @@
-"""Every stage that touches the paged cache, three times: to read (float64), to trust (torch), to run (Triton)."""
+"""Every stage that touches the paged cache, three times: to read (float64), to trust (torch), to
+run (Triton).
+"""

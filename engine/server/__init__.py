@@ -1,1 +1,3 @@
-"""An OpenAI-compatible server in front of the engine: one thread owns the engine, an event loop talks to clients."""
+"""An OpenAI-compatible server in front of the engine: one thread owns the engine, an event loop
+talks to clients.
+"""

@@ -1,111 +1,168 @@
-"""Lanes: engines with policy and blocks of their own on one loaded model; traffic is divided among them by id."""
+"""Lanes: engines on one loaded model, each with a policy, a scheduler and blocks of its own.
+
+    requests by a hash of their ids:   0 ........................ 0.9 ..... 1
+    lanes (--canary-share 0.1):        | live                      | canary |
+    blocks of the pool:                | nine tenths               | a tenth|
+
+A server has the lane `live`; with a canary share it also has the lane `canary`, for a candidate.
+Until a candidate is deployed there, the canary lane follows the live one. A policy is changed
+between two steps, and a change can be undone: in all lanes that it concerns or in none.
+
+Everything here belongs to the engine's thread. `Observer` is how metrics, recordings and the gate
+monitor learn what happens in the lanes.
+"""
 
 import gc
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from engine.build import Engine, EngineSettings, build_engine, find_device, find_dtype, pool_blocks
-from engine.errors import EngineError
-from engine.loading import LoadedModel, load_model
-from engine.server.job import Entry, Job
-from engine.submitting import plain_request
-from policies.core.events import Sink
-from policies.core.intake import make_request
-from policies.core.policy import Policy
+from zlab.engine.engine import Engine, EngineSettings, find_device, find_dtype, pool_blocks
+from zlab.engine.errors import EngineError
+from zlab.engine.model.loader import LoadedModel, load_model
+from zlab.engine.server.jobs import Job, Output
+from zlab.engine.server.protocol import ApiError
+from zlab.policies.core.journal import EventSink, Int64Array
+from zlab.policies.core.plan import ConfigError
+from zlab.policies.core.policy import Policy
+from zlab.policies.spec import policy_digest
 
+LOG = logging.getLogger("zlab.server")
 LIVE, CANARY = "live", "canary"
-Before = tuple[Policy, str | None]  # a policy and the id of its evidence
-MakeSink = Callable[[str], Sink | None]  # from a lane's name, once for every engine that is built
+P = ParamSpec("P")
+PreviousPolicy = tuple[Policy, str | None]  # with the id of its evidence
+MakeEventSink = Callable[[str], EventSink | None]
+"""From a lane's name to the event log of its next engine; called for every engine that is built."""
 
 
 @dataclass(frozen=True)
-class Stand:
-    """What decided in a lane before a change, and what was said of it: enough to go back as if nothing had been."""
+class LaneSnapshot:
+    """What is deployed in a lane: the policy, since when, and on what grounds.
 
-    lane: "Lane"
+    Attributes:
+        policy: the policy that decides.
+        since_unix_s: when it was deployed.
+        why: the reason, for operators.
+        evidence: the id of its evidence in the registry, or None.
+        before: the policy before it, for a rollback; None where there is none.
+        follows_live: the lane is a canary lane without a candidate, and runs what the live lane
+            runs.
+    """
+
     policy: Policy
     since_unix_s: float
-    evidence: str | None
-    why: str
-    before: Before | None
-    follows_live: bool
+    why: str = "start"
+    evidence: str | None = None
+    before: PreviousPolicy | None = None
+    follows_live: bool = False
 
 
-@dataclass(eq=False)
 class Lane:
     """One engine behind the server; only the engine's thread touches it.
 
     Attributes:
-        share: of the requests, 0..1, those whose id falls to this lane.
-        since_unix_s: when its policy took over, `why`, and on what `evidence` (an id of the registry, or None).
-        before: the policy that decided before, with its evidence; None where there is nothing to go back to.
-        follows_live: it is a canary lane without a policy of its own, and runs what the live lane runs.
-        num_changes: policies that took over since the start.
-        undo: how all lanes that its last change moved stood before; empty where there is nothing to take back.
-        entries: its live outputs by request number.
-        num_rebuilt: engines that were thrown away after a step that failed.
+        name: "live" or "canary".
+        share: the share of requests, 0..1, that fall to the lane by their ids.
+        engine: the engine, replaced by `rebuild`.
+        deployed: what was deployed last; `policy` is what the scheduler decides by.
+        num_changes: how many policies were deployed since the start.
+        undo: what the last change replaced in each lane that it concerned; empty where there is
+            nothing to undo.
+        outputs: the lane's live outputs, by request number.
+        num_rebuilt: how many engines were replaced after a step that failed.
     """
 
-    name: str
-    share: float
-    engine: Engine
-    make_sink: MakeSink
-    since_unix_s: float = field(default_factory=time.time)
-    evidence: str | None = None
-    why: str = "start"
-    before: Before | None = None
-    follows_live: bool = False
-    num_changes: int = 0
-    undo: tuple[Stand, ...] = field(default=(), repr=False)
-    entries: dict[int, Entry] = field(default_factory=dict)
-    num_rebuilt: int = 0
+    def __init__(
+        self,
+        name: str,
+        share: float,
+        engine: Engine,
+        make_event_sink: MakeEventSink,
+        *,
+        follows_live: bool = False,
+    ) -> None:
+        self.name = name
+        self.share = share
+        self.engine = engine
+        self.deployed = LaneSnapshot(
+            engine.scheduler.policy, time.time(), follows_live=follows_live
+        )
+        self.num_changes = 0
+        self.undo: tuple[tuple[Lane, LaneSnapshot], ...] = ()
+        self.outputs: dict[int, Output] = {}
+        self.num_rebuilt = 0
+        self._make_event_sink = make_event_sink
 
     @property
     def policy(self) -> Policy:
-        """What its scheduler decides by now."""
-        return self.engine.scheduler.state.policy
+        """The policy that its scheduler decides by."""
+        return self.engine.scheduler.policy
 
     @property
     def busy(self) -> bool:
-        """Whether an output is under way in its engine."""
-        return bool(self.entries)
+        """Whether an output is in the engine."""
+        return bool(self.outputs)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no blocks and would like to."""
-        return len(self.engine.scheduler.state.waiting)
+        """How many requests are in the waiting queue."""
+        return self.engine.scheduler.stats().num_waiting
 
-    def stand(self) -> Stand:
-        """How it stands now."""
-        return Stand(self, self.policy, self.since_unix_s, self.evidence, self.why, self.before, self.follows_live)
+    def snapshot(self) -> LaneSnapshot:
+        """Return what is deployed now."""
+        return replace(self.deployed, policy=self.policy)
 
-    def rebuild(self) -> None:
-        """A fresh engine under the policy of now, as large as the old one, whose memory goes first.
+    def note_origin(self, why: str, evidence: str | None, before: PreviousPolicy | None) -> None:
+        """Say on what grounds the lane runs the policy that it started with."""
+        self.deployed = replace(self.deployed, why=why, evidence=evidence, before=before)
 
-        The old engine's requests are gone with it; the caller has told them. Raises what `build_engine` raises.
+    def deploy(self, deployed: LaneSnapshot) -> None:
+        """Note what is deployed, once the scheduler has the policy."""
+        self.deployed = deployed
+        self.num_changes += 1
+
+    def rebuild(self, policy: Policy | None = None) -> None:
+        """Replace the engine by a new one of the same size.
+
+        The memory of the old engine goes first. Its requests are gone, too; the caller has ended
+        them. Raises what `Engine.create` raises.
+
+        Args:
+            policy: decides from now on; by default the policy that is deployed.
         """
         old = self.engine
-        began_with = (old.settings.policy,) if old.settings.policy != self.policy else ()  # it may be gone back to
-        may_become = (*old.settings.may_become, *began_with)
-        settings = replace(old.settings, policy=self.policy, may_become=may_become, num_blocks=old.limits.num_blocks)
+        policy = policy or self.policy
+        first = (old.settings.policy,) if old.settings.policy != policy else ()
+        settings = replace(
+            old.settings,
+            policy=policy,
+            # A rollback may go back to the policy of the start.
+            may_become=(*old.settings.may_become, *first),
+            num_blocks=old.limits.num_blocks,
+        )
         loaded, device = old.loaded, old.cache.k.device
-        self.entries.clear()
+        self.outputs.clear()
         del self.engine, old
         gc.unfreeze()  # the old engine has been there since the start
-        gc.collect()  # an engine is full of circles
+        gc.collect()  # an engine is full of reference cycles
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # a fault of the device shows here, not in the next request
+            # A fault of the device shows here, not in the next request.
+            torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
-        self.engine = build_engine(settings, loaded, self.make_sink(self.name))
+        self.engine = Engine.create(settings, loaded, self._make_event_sink(self.name))
         self.num_rebuilt += 1
 
 
-def no_sink(_: str) -> Sink | None:
-    """Nobody records what a lane's scheduler does."""
+def no_event_sink(_: str) -> EventSink | None:
+    """Return None: the scheduler's events are not recorded."""
     return None
 
 
@@ -113,37 +170,55 @@ def build_lanes(
     settings: EngineSettings,
     loaded: LoadedModel | None = None,
     canary_share: float | None = None,
-    make_sink: MakeSink = no_sink,
+    make_event_sink: MakeEventSink = no_event_sink,
 ) -> list[Lane]:
-    """The live lane; with `canary_share` also a canary lane that has that share of blocks and requests.
+    """Build the live lane and, with a canary share, the canary lane.
 
-    Both begin under the policy of `settings` and share the loaded model. Raises EngineError and what `build_engine`
-    raises.
+    Args:
+        settings: of all lanes together. Both lanes start under its policy.
+        loaded: the model, loaded by these settings if None. The lanes share it.
+        canary_share: the canary lane's share of blocks and requests, in (0, 1).
+        make_event_sink: gives each lane's scheduler its event log.
+
+    Raises:
+        EngineError: for a share that leaves a lane without blocks; and what `Engine.create` raises.
     """
     if canary_share is None:
-        return [Lane(LIVE, 1.0, build_engine(settings, loaded, make_sink(LIVE)), make_sink)]
+        return [
+            Lane(LIVE, 1.0, Engine.create(settings, loaded, make_event_sink(LIVE)), make_event_sink)
+        ]
     if not 0.0 < canary_share < 1.0:
         raise EngineError(f"canary_share must be in (0, 1), got {canary_share}")
     if loaded is None:
-        device = find_device(settings.device)
-        loaded = load_model(settings.model, device=device, dtype=find_dtype(settings.dtype), variant=settings.variant)
+        loaded = load_model(
+            settings.model,
+            device=find_device(settings.device),
+            dtype=find_dtype(settings.dtype),
+            variant=settings.variant,
+        )
     num_blocks = pool_blocks(settings, loaded, num_engines=2)
     num_canary = round(num_blocks * canary_share)
     if not 0 < num_canary < num_blocks:
-        raise EngineError(f"canary_share {canary_share} of {num_blocks} blocks leaves a lane without any")
-    sizes = {LIVE: (1.0 - canary_share, num_blocks - num_canary), CANARY: (canary_share, num_canary)}
-    lanes = [
-        Lane(name, share, build_engine(replace(settings, num_blocks=size), loaded, make_sink(name)), make_sink)
-        for name, (share, size) in sizes.items()
+        raise EngineError(
+            f"canary_share {canary_share} of {num_blocks} blocks leaves a lane without any"
+        )
+
+    def build(name: str, share: float, size: int) -> Lane:
+        sized = replace(settings, num_blocks=size)
+        engine = Engine.create(sized, loaded, make_event_sink(name))
+        return Lane(name, share, engine, make_event_sink, follows_live=name == CANARY)
+
+    return [
+        build(LIVE, 1.0 - canary_share, num_blocks - num_canary),
+        build(CANARY, canary_share, num_canary),
     ]
-    lanes[1].follows_live = True
-    return lanes
 
 
-def lane_of(lanes: Sequence[Lane], job: Job) -> Lane:
-    """The lane of a job: by a hash of its id, so that the same id always goes the same way.
+def lane_for(lanes: Sequence[Lane], job: Job) -> Lane:
+    """Return the lane of a job, by a hash of its id: the same id always goes the same way.
 
-    One that its lane can never hold goes to the first that can: a canary's slice turns nobody away.
+    A job that this lane can never hold goes to the first lane that can, so that a canary lane,
+    whose pool is small, refuses no request that the live lane would serve.
     """
     place = int.from_bytes(hashlib.sha256(job.id.encode()).digest()[:8]) / 2**64
     chosen, upper = lanes[0], 1.0
@@ -158,15 +233,328 @@ def lane_of(lanes: Sequence[Lane], job: Job) -> Lane:
 
 
 def can_hold(lane: Lane, job: Job) -> bool:
-    """Whether the lane's pool is large enough for each of the job's outputs alone."""
-    state = lane.engine.scheduler.state
-    for prompt in job.prompts:
-        asked = plain_request(job.id, prompt, job.params)
-        request = make_request(asked, -1, 0, state.limits, None)
-        room = max(state.limits.max_model_len - len(prompt), 1)
-        # A length left open is cut to what the pool holds; the prompt and one token must fit.
-        open_length = 1 if state.floor is None else room
-        request.target_tokens = open_length if job.max_tokens is None else min(job.max_tokens, room)
-        if state.peak_blocks(request) > state.limits.num_blocks:
-            return False
-    return True
+    """Return whether the lane's pool is large enough for each of the job's outputs alone."""
+    scheduler, max_tokens = lane.engine.scheduler, job.request.max_tokens
+    return all(scheduler.can_ever_run(len(prompt), max_tokens) for prompt in job.prompts)
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """The longest requests that some lane serves, in tokens.
+
+    Attributes:
+        total: prompt and output together, however they are divided.
+        prompt: the longest prompt, with one token of output.
+        output: the longest output of a prompt of one token.
+    """
+
+    total: int
+    prompt: int
+    output: int
+
+
+def longest_requests(lanes: Sequence[Lane]) -> RequestLengths:
+    """Return the longest requests of the lane that serves the longest."""
+    return max(map(_longest_requests, lanes), key=lambda found: found.total)
+
+
+def _longest_requests(lane: Lane) -> RequestLengths:
+    scheduler, limit = lane.engine.scheduler, lane.engine.limits.max_model_len
+    prompt = longest_where(lambda size: scheduler.can_ever_run(size, 1), limit - 1)
+    output = longest_where(lambda size: scheduler.can_ever_run(1, size), limit - 1)
+    return RequestLengths(min(prompt, output) + 1, prompt, output)
+
+
+def longest_where(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number from 0 to `most` that fits, where all smaller ones fit, too."""
+    return bisect_left(range(1, most + 1), True, key=lambda size: not fits(size))
+
+
+# changes of policy
+
+
+def find_lane(lanes: Sequence[Lane], name: str) -> Lane:
+    """Return the lane of that name. Raises ApiError (409) where the server has none."""
+    for lane in lanes:
+        if lane.name == name:
+            return lane
+    raise ApiError(
+        409,
+        f"this server has no {name} lane: start it with --canary-share",
+        param="lane",
+        code="no_such_lane",
+    )
+
+
+def change_policy(
+    lanes: Sequence[Lane], name: str, policy: Policy | None, why: str, evidence: str | None = None
+) -> Lane:
+    """Deploy a policy in a lane; the requests in it go on.
+
+    A canary lane without a candidate follows the live lane, and so does a canary lane whose policy
+    becomes live.
+
+    Args:
+        lanes: all lanes of the server.
+        name: the lane to change, "live" or "canary".
+        policy: None ends a canary: its lane follows the live one.
+        why: the reason, for operators.
+        evidence: the id of the policy's evidence in the registry.
+
+    Returns:
+        The lane.
+
+    Raises:
+        ApiError: 409 where the policy cannot work in a lane, 400 for a live lane without a policy;
+            nothing has changed then.
+    """
+    lane, live = find_lane(lanes, name), lanes[0]
+    follows_live = policy is None
+    if policy is None:
+        if lane is live:
+            raise ApiError(400, "the live lane needs a policy", param="policy", code="no_policy")
+        policy, evidence = live.policy, live.deployed.evidence
+    followers = []
+    if lane is live:
+        followers = [
+            other
+            for other in lanes[1:]
+            if other.deployed.follows_live or _is_same(other.policy, policy)
+        ]
+    now = time.time()
+    changes = []
+    for each in (lane, *followers):
+        is_new = not _is_same(each.policy, policy)
+        before = (each.policy, each.deployed.evidence) if is_new else each.deployed.before
+        reason = why if each is lane else f"follows live: {why}"
+        follows = follows_live if each is lane else True
+        changes.append((each, LaneSnapshot(policy, now, reason, evidence, before, follows)))
+    undo = tuple((each, each.snapshot()) for each, _ in changes)
+    _deploy(changes)
+    for each in lanes:
+        each.undo = undo if each is lane else ()
+    return lane
+
+
+def undo_change(lanes: Sequence[Lane], name: str, digest: str) -> Lane:
+    """Undo the last change of the lane: policies, reasons and evidence are as before it.
+
+    Args:
+        lanes: all lanes of the server.
+        name: the lane that was changed.
+        digest: of the policy that the change deployed.
+
+    Returns:
+        The lane.
+
+    Raises:
+        ApiError: 409 where that is not the last change of all; nothing has changed then.
+    """
+    lane = find_lane(lanes, name)
+    if not lane.undo or policy_digest(lane.policy) != digest:
+        message = (
+            f"the last change was not that policy {digest[:16]} took over in the {name} "
+            f"lane: nothing to take back"
+        )
+        raise ApiError(409, message, param="digest", code="not_the_last_change")
+    _deploy(lane.undo)
+    lane.undo = ()
+    return lane
+
+
+def roll_back(lanes: Sequence[Lane], name: str, why: str) -> Lane:
+    """Deploy the policy before the present one; a canary lane follows the live lane again.
+
+    Args:
+        lanes: all lanes of the server.
+        name: the lane.
+        why: the reason, for operators.
+
+    Returns:
+        The lane.
+
+    Raises:
+        ApiError: 409 where the lane had no other policy before.
+    """
+    lane = find_lane(lanes, name)
+    if name == CANARY:
+        return change_policy(lanes, CANARY, None, why)
+    if lane.deployed.before is None:
+        raise ApiError(
+            409,
+            "the live lane has had no other policy since the server started",
+            code="nothing_before",
+        )
+    policy, evidence = lane.deployed.before
+    change_policy(lanes, LIVE, policy, why, evidence)
+    # The policy that has just failed is none to go back to.
+    lane.note_origin(why, evidence, before=None)
+    return lane
+
+
+def lane_to_put_back(lanes: Sequence[Lane], crashed: Lane) -> Lane | None:
+    """Return the lane whose newest change a crash speaks against; None where there is no policy to
+    go back to.
+
+    A candidate in the canary lane is its own suspect; a lane that follows the live one crashed
+    under the live policy.
+    """
+    live = lanes[0]
+    if crashed is not live and not crashed.deployed.follows_live:
+        return crashed
+    return None if live.deployed.before is None else live
+
+
+def put_back(lanes: Sequence[Lane], crashed: Lane, why: str) -> Lane | None:
+    """Rebuild a lane that crashed under the policy before the present one.
+
+    The newest change is the likeliest cause of a crash. The canary lane returns to the live policy;
+    where the crashed policy is the live one, every lane that follows it returns, too.
+
+    Args:
+        lanes: all lanes of the server.
+        crashed: the lane whose engine failed; its requests have ended.
+        why: the reason, for operators.
+
+    Returns:
+        The lane whose change was taken back; None where there is no policy to go back to, and
+        nothing was done.
+    """
+    live, now = lanes[0], time.time()
+    changed = lane_to_put_back(lanes, crashed)
+    if changed is None:
+        return None
+    if changed is not live:
+        crashed.rebuild(live.policy)
+        evidence = live.deployed.evidence
+        before = crashed.deployed.before
+        crashed.deploy(LaneSnapshot(live.policy, now, why, evidence, before, follows_live=True))
+        return crashed
+    assert live.deployed.before is not None
+    policy, evidence = live.deployed.before
+    for lane in lanes:
+        follows = lane is not live
+        if follows and not lane.deployed.follows_live:
+            continue
+        if lane is crashed:
+            lane.rebuild(policy)
+        else:
+            lane.engine.replace_policy(policy)
+        reason = f"follows live: {why}" if follows else why
+        # The policy that has just failed is none to go back to.
+        lane.deploy(LaneSnapshot(policy, now, reason, evidence, None, follows))
+        lane.undo = ()
+    return live
+
+
+def _deploy(changes: Sequence[tuple[Lane, LaneSnapshot]]) -> None:
+    """Put every lane under its new policy or, where one of them cannot take it, none."""
+    done: list[tuple[Lane, Policy]] = []
+    for lane, deployed in changes:
+        old, policy = lane.policy, deployed.policy
+        if _is_same(old, policy):
+            continue
+        try:
+            lane.engine.replace_policy(policy)
+        except (EngineError, ConfigError) as error:
+            for changed, former in reversed(done):
+                changed.engine.replace_policy(former)
+            message = f"policy {policy.name!r} cannot work in the {lane.name} lane: {error}"
+            raise ApiError(409, message, param="policy", code="policy_refused") from error
+        done.append((lane, old))
+    for lane, deployed in changes:
+        lane.deploy(deployed)
+
+
+def _is_same(one: Policy, other: Policy) -> bool:
+    return policy_digest(one) == policy_digest(other)
+
+
+# observers
+
+CallEngine = Callable[[Callable[[Sequence[Lane]], Any]], "Future[Any]"]
+"""Runs a function of the lanes on the engine's thread between two steps (`AsyncEngine.call`)."""
+
+
+class Observer:
+    """What happens in the lanes. Override what you want to know; the methods here do nothing.
+
+    All calls come from the engine's thread, which waits for them: they must return quickly.
+    """
+
+    def event_sink(self, lane_name: str) -> EventSink | None:
+        """Return a further event log for the scheduler of the lane's next engine, or None."""
+        return None
+
+    def start(self, call: CallEngine) -> None:
+        """Take note that the engine's thread starts; `call` reaches it from then on."""
+
+    def begin(self, lane: Lane) -> None:
+        """Take note of a lane, before its first request."""
+
+    def arrived(self, lane: Lane, output: Output) -> None:
+        """Take note that the scheduler has an output; one that it refuses ends at once."""
+
+    def first_token(self, lane: Lane, output: Output) -> None:
+        """Take note that the first token of an output has come to the host."""
+
+    def ended(self, lane: Lane, output: Output) -> None:
+        """Take note of an output's only end; `output.finish_reason` says how it ended."""
+
+    def stepped(self, lane: Lane) -> None:
+        """Take note of a step; `lane.engine.take_ended` gives the requests that ended in it."""
+
+    def idle(self) -> None:
+        """Take note that no work is left: the thread is about to wait for a message."""
+
+    def crashed(self, lane: Lane, error: BaseException) -> None:
+        """Take note of a step that failed; the lane's requests are about to end."""
+
+    def rebuilt(self, lane: Lane) -> None:
+        """Take note that `lane.engine` is a new one."""
+
+    def put_back(self, lane: Lane, guilty: Policy, why: str) -> None:
+        """Take note that the policy before `guilty` decides again after a crash of the lane."""
+
+    def stopped(self) -> None:
+        """Take note that the engine's thread ends; this is the last call."""
+
+
+class Observers:
+    """Several observers as one. An observer that raises is reported and left out from then on."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self._observers = list(observers)
+        self.failed: list[str] = []  # the observers that were left out, each with its error
+
+    def event_sink(self, lane_name: str) -> EventSink | None:
+        """Return one event log for all observers that want one; None if none does."""
+        sinks = [
+            (observer, sink)
+            for observer in self._observers
+            if (sink := observer.event_sink(lane_name)) is not None
+        ]
+        if not sinks:
+            return None
+
+        def write(rows: Int64Array, blocks: Int64Array) -> None:
+            for observer, sink in sinks:
+                if observer in self._observers:
+                    self._guard(observer, partial(sink, rows, blocks))
+
+        return write
+
+    def notify(
+        self, event: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call one method of every observer, as in `notify(Observer.ended, lane, output)`."""
+        for observer in list(self._observers):
+            self._guard(observer, partial(getattr(observer, event.__name__), *args, **kwargs))
+
+    def _guard(self, observer: Observer, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # an observer must not end the engine
+            self._observers.remove(observer)
+            self.failed.append(f"{type(observer).__name__}: {type(error).__name__}")
+            LOG.exception("observer %s failed and is left out from now on", type(observer).__name__)

@@ -1,1 +1,1 @@
-"""The mechanism every policy steers: no clock, no loop, no tensor, no I/O."""
+"""The scheduler core: no clock, no event loop, no tensors, no I/O."""

@@ -1,19 +1,26 @@
-"""What one step does: decided by the scheduler, carried out by a driver."""
+"""What crosses between scheduler and driver: limits, the plan of a step, its outcome, statistics,
+errors.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
-from policies.core.request import Request
+from zlab.policies.core.request import Request
 
 
 def prefill_pairs(start: int, count: int) -> int:
-    """(Query, key) pairs of `count` tokens behind `start` others: every token sees what is before it and itself."""
+    """Return the (query, key) pairs of `count` tokens after `start` others.
+
+    Every token attends to all tokens before it and to itself.
+    """
     return start * count + count * (count + 1) // 2
 
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """Compute the tokens at positions `start .. start + count - 1` of a request; its table already has room for them.
+    """Compute the tokens at positions `start .. start + count - 1` of a request; its table already
+    covers them.
 
     `last` says that the chunk ends with the newest token, whose logits give the next one.
     """
@@ -25,15 +32,16 @@ class PrefillChunk:
 
     @property
     def pairs(self) -> int:
-        """(Query, key) pairs of its causal attention."""
+        """(Query, key) pairs of the chunk's causal attention."""
         return prefill_pairs(self.start, self.count)
 
 
 @dataclass(slots=True)
 class CompressionTask:
-    """Reduce a request's `sources` blocks, all full, to the first `len(targets) - 1` blocks of `targets`.
+    """Reduce a request's full `sources` blocks to the first `len(targets) - 1` blocks of `targets`.
 
-    Targets may be sources; a source that is not a target is only read, and `dropped` once the copy has finished.
+    Targets may be sources. A source that is not a target is only read, and is in `dropped` once the
+    copy has finished.
     """
 
     request: Request
@@ -56,37 +64,44 @@ class SwapTask:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Its decodes are the scheduler's decoding set: `num_decodes`, reading `context_tokens` positions."""
+    """One step. Its decodes are the decode batch: `num_decodes` requests that read `context_tokens`
+    positions.
+    """
 
     step: int
     num_decodes: int = 0
     context_tokens: int = 0
     prefills: list[PrefillChunk] = field(default_factory=list)
     compressions: list[CompressionTask] = field(default_factory=list)  # started in this step
-    joined: list[CompressionTask] = field(default_factory=list)  # their requests run again from this step on
+    joined: list[CompressionTask] = field(
+        default_factory=list
+    )  # their requests run again from this step on
     swaps: list[SwapTask] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens computed by the prefill chunks."""
+        """Number of tokens that the prefill chunks compute."""
         return sum(chunk.count for chunk in self.prefills)
 
     @property
     def empty(self) -> bool:
-        """Nothing to carry out."""
+        """Whether there is nothing to carry out."""
         return not (self.num_decodes or self.prefills or self.compressions or self.swaps)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a driver found out while carrying out a step, by request number.
+class StepOutcome:
+    """What a driver found out while it carried out a step, by request number.
 
     Attributes:
-        stopped: requests whose newest token ended them (end of sequence, stop string).
-        compressed: requests whose compression has finished (needed with join `when_done` only).
-        failed: requests that cannot go on, with the reason. The blocks of one that is being compressed stay held until
-            the compression is over (for join `when_done`: until it is reported as finished, too).
+        stopped: Requests whose newest token ended them (end of sequence, stop string).
+        compressed: Requests whose compression has finished; needed with join `when_done` only.
+        failed: Requests that cannot go on, with the reason. A failure counts before anything else
+            that the step says of its request: the token of the step is worth nothing, so the
+            request neither stopped nor met its length. The blocks of a request that is being
+            compressed stay in transit until the compression is over (with join `when_done`: until
+            it is reported as finished, too).
     """
 
     stopped: Sequence[int] = ()
@@ -94,4 +109,121 @@ class Outcome:
     failed: Mapping[int, str] = field(default_factory=dict)
 
 
-NOTHING = Outcome()
+EMPTY_OUTCOME = StepOutcome()
+
+
+class SchedulerError(Exception):
+    """Root of all errors that the scheduler raises."""
+
+
+class ConfigError(SchedulerError, ValueError):
+    """Limits and policy cannot work together; the message names the numbers."""
+
+
+class DuplicateRequestError(SchedulerError, ValueError):
+    """A request id was submitted again while its request lives."""
+
+
+class UnknownRequestError(SchedulerError, KeyError):
+    """No live request has this id."""
+
+
+class StuckError(SchedulerError, RuntimeError):
+    """Nothing ran, nothing is in flight, and requests wait: an error of a policy, reported instead
+    of hanging.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Sizes that hold for a whole run.
+
+    Attributes:
+        num_blocks: Blocks in the pool.
+        block_size: Tokens of a block.
+        max_batched_tokens: Tokens that a step may compute, decodes included.
+        max_running: Requests that may hold blocks at the same time, or share a step where the
+            policy limits the step.
+        max_model_len: Prompt and output tokens of one request together.
+        host_blocks: Blocks of host memory for swapped requests.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_batched_tokens: int = 8192
+    max_running: int = 256
+    max_model_len: int = 40960
+    host_blocks: int = 0
+
+    @property
+    def step_requests(self) -> int:
+        """Number of requests that may decode in one step; each computes one token."""
+        return min(self.max_running, self.max_batched_tokens)
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError on a size below one."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            least = 0 if item.name == "host_blocks" else 1
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{item.name} must be a whole number of at least {least}, not {value!r}"
+                )
+
+
+class StepCounts(NamedTuple):
+    """Counts that a row of the steps table needs; `SchedulerStats` explains each of them."""
+
+    num_decoding: int
+    context_tokens: int
+    num_compressing: int
+    num_running: int
+    num_waiting: int
+    num_waiting_for_slot: int
+    num_stalled: int
+    num_shared_extra: int
+    idle_tokens: int
+    num_free_blocks: int
+    num_cached_blocks: int
+
+
+class SchedulerStats(NamedTuple):
+    """The scheduler in numbers, as it is now.
+
+    Attributes:
+        num_requests: Requests that have not ended.
+        num_waiting: Requests in the waiting queue; they hold no blocks.
+        num_running: Requests that hold blocks, in any phase.
+        num_decoding: Running requests that take part in the next decode step.
+        num_stalled: Running requests that cannot decode until a query slot or a block is free.
+        num_waiting_for_slot: Those of the stalled requests that wait for a query slot.
+        num_paused: Running requests beyond the limit of requests in one step.
+        num_compressing: Compressions in flight.
+        num_swapping_out: Copies to host memory in flight.
+        num_swapping_in: Copies from host memory in flight.
+        context_tokens: Cache positions of all decoding requests together.
+        idle_tokens: Cache positions of running requests that do not decode.
+        num_free_blocks: Blocks without an owner, cached ones included.
+        num_cached_blocks: Blocks without an owner whose content a prefix can match.
+        num_shared_extra: Owners of blocks beyond the first owner of each block.
+        num_slots: Query slots of the policy.
+        num_free_slots: Query slots that no request holds.
+    """
+
+    num_requests: int
+    num_waiting: int
+    num_running: int
+    num_decoding: int
+    num_stalled: int
+    num_waiting_for_slot: int
+    num_paused: int
+    num_compressing: int
+    num_swapping_out: int
+    num_swapping_in: int
+    context_tokens: int
+    idle_tokens: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_shared_extra: int
+    num_slots: int
+    num_free_slots: int

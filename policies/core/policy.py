@@ -1,23 +1,45 @@
-"""The questions a policy is asked; every answer is a small frozen value.
+"""The questions that a policy answers; every answer is a small frozen value.
 
-A policy is one value for each question. The scheduler asks at step boundaries only, when something has changed; an
-answer may depend on the request and on what it is handed, never on a clock.
+The scheduler asks at step boundaries only, when something has changed. An answer may depend on the
+request and on its arguments, never on a clock.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass
 from enum import Enum
-from typing import Protocol
+from math import ceil
+from typing import Any, ClassVar, Protocol
 
-from policies.core.request import Request
+from zlab.policies.core.request import Request
 
 Key = tuple[float, ...]
+SINCE = "since"  # key of a field's metadata
+
+
+def since(release: str) -> Mapping[str, str]:
+    """Return the metadata of a field that release 0.1.0 does not have.
+
+    The field may be a setting of an answer, or a further answer of `Policy` itself. It is declared
+    as `margin: int = field(default=0, metadata=since("0.2.0"))`, with an immutable default.
+
+    A policy that leaves the field at its default has the digest, the mark and the stored TOML that
+    it had before the field existed. Stored policies, evidence and recordings of older releases
+    therefore stay valid. For the same reason the default must do what the older release does, and
+    it must never change.
+    """
+    return {SINCE: release}
+
+
+def is_later_default(item: Field[Any], value: Any) -> bool:
+    """Return whether the field came after release 0.1.0 and the value is its default."""
+    return SINCE in item.metadata and type(value) is type(item.default) and value == item.default
 
 
 class Join(Enum):
     """When a compressed request decodes again."""
 
-    BOUNDARY = "boundary"  # at the next step, whatever else goes on: deterministic
+    BOUNDARY = "boundary"  # at the next step in any case: deterministic
     WHEN_DONE = "when_done"  # at the first step after the copy has finished
     BLOCKING = "blocking"  # in the same step, which waits for it
 
@@ -30,7 +52,14 @@ class NeedsSlot(Enum):
     AT_WINDOW = "at_window"  # from its observation window on
 
 
-class ComesBack(Enum):
+class Findable(Enum):
+    """From when on a full block of a prompt can be matched."""
+
+    COMPUTED = "computed"  # when the step that computes it is over
+    PLANNED = "planned"  # when the step that computes it is planned
+
+
+class Recovery(Enum):
     """How a preempted request comes back."""
 
     RECOMPUTE = "recompute"
@@ -48,161 +77,369 @@ class PoolView:
 
 
 class History(Protocol):
-    """What has been learned from finished requests."""
+    """What the scheduler has learned from finished requests."""
 
     def mean_output(self, cls: str | None) -> float | None:
-        """Mean output tokens of finished requests of the class; of all when it has none; None before any finished."""
+        """Return the mean output tokens of finished requests of a class.
+
+        It is the mean of all classes where the class has none, and None before any has finished.
+        """
 
 
-class Order(Protocol):
-    """Who is next in the waiting line?"""
+class Order(ABC):
+    """Which waiting request is next?
+
+    The base class of every order. A class of the user's own needs `key` alone; the other members
+    have defaults. It is named as `FILE.py:Class` where a policy is named, and the preset `base`
+    answers the other questions.
+    """
+
+    question: ClassVar[str] = "order"
+    base: ClassVar[str] = "hybrid"
 
     @property
     def lookahead(self) -> int:
-        """How many requests behind a head that does not fit may be tried in its stead (0: the head blocks the line)."""
+        """Number of requests behind the head that are tried when the head does not fit."""
+        return 0
 
     @property
     def max_skips(self) -> int:
         """How often one head may be passed over."""
+        return 16
 
     @property
     def fair_by_session(self) -> bool:
-        """Serve the session with the least service so far first; `key` then orders within a session."""
+        """Whether the session with the least service so far is next.
 
-    def key(self, request: Request, history: History) -> Key:
-        """Rank when it joins the line; the smallest is next, ties by submission order."""
+        `key` then orders the requests of one session.
+        """
+        return False
+
+    @abstractmethod
+    def key(self, request: Request, stats: History) -> Key:
+        """Return the rank of a request that joins the waiting queue.
+
+        The smallest is next; the earlier submission decides between equal ranks.
+        """
 
 
-class Admission(Protocol):
+class Admission:
     """When does a waiting request get blocks?"""
+
+    question: ClassVar[str] = "admission"
+    base: ClassVar[str] = "hybrid"
 
     @property
     def counts_hits_as_new(self) -> bool:
-        """Ask for room for cached blocks too (and count cached tokens against the token budget)."""
+        """Whether cached blocks and tokens count like new ones."""
+        return False
 
     @property
     def reserves_peak(self) -> bool:
-        """Admit only if every running request could grow to the most it may ever hold."""
+        """Whether a request is admitted only if every running request could grow to the most
+        blocks it may ever hold.
+        """
+        return False
+
+    @property
+    def checks_chunk_only(self) -> bool:
+        """Whether a request is admitted as soon as its first chunk has blocks; `takes_by_chunk`
+        then holds, too.
+        """
+        return False
+
+    @property
+    def takes_by_chunk(self) -> bool:
+        """Whether a request gets the blocks of each prefill chunk with that chunk, not its whole
+        table at admission.
+        """
+        return False
+
+    @property
+    def null_blocks(self) -> int:
+        """Blocks at the start of the pool that are never given out."""
+        return 0
 
     def watermark(self, num_blocks: int) -> int:
-        """Blocks that must stay free after an admission while others run."""
+        """Return how many blocks must stay free after an admission while others run."""
+        return ceil(num_blocks * 0.01)
 
 
-class Batching(Protocol):
+class Batching:
     """What shares a step?"""
+
+    question: ClassVar[str] = "batching"
+    base: ClassVar[str] = "hybrid"
 
     @property
     def prefill_alone(self) -> bool:
-        """A step with prefill has no decodes, and prefill goes first."""
+        """Whether a step with prefill has no decodes, and prefill goes first."""
+        return False
 
     @property
     def cuts_any(self) -> bool:
-        """Any prefill may be cut to the token budget; otherwise only the first of a step."""
+        """Whether any prefill may be cut to the token budget, and not only the first of a step."""
+        return True
 
     @property
     def limit_per_step(self) -> bool:
-        """`max_running` bounds one step's requests instead of the number that hold blocks."""
+        """Whether `max_running` bounds one step's requests, not those that hold blocks."""
+        return False
+
+    @property
+    def in_running_order(self) -> bool:
+        """Whether decodes and prefill chunks are planned in one walk over the running list.
+
+        A request is left out of the step when the token budget ends before it.
+        """
+        return False
+
+    @property
+    def stops_at_own_preemption(self) -> bool:
+        """Whether that walk ends when a request that needs blocks is itself the victim."""
+        return True
+
+    @property
+    def chunk_limit(self) -> int:
+        """Most tokens of one prefill chunk; 0: the token budget alone is the limit."""
+        return 0
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a step is planned before the output of the step before it has returned.
+
+        A request then keeps its blocks for one step after its last token was computed.
+        """
+        return False
 
 
-class Slots(Protocol):
-    """Who holds a query slot?"""
+class Slots:
+    """Which request holds a query slot?"""
+
+    question: ClassVar[str] = "slots"
+    base: ClassVar[str] = "hybrid"
 
     @property
     def needed(self) -> NeedsSlot:
         """When a running request must hold one."""
+        return NeedsSlot.AT_WINDOW
 
     @property
     def nearest_first(self) -> bool:
-        """Free slots go to the request nearest to its window; otherwise in running order, once its last has none."""
+        """Whether free slots go to the request nearest to its window.
+
+        Otherwise they go in running order, once the last running request has none.
+        """
+        return True
 
     def count(self, num_blocks: int, floor: int | None) -> int:
-        """Number of slots for a pool, `floor` being the fewest blocks a compression may leave a request."""
+        """Return the number of slots for a pool.
+
+        `floor` is the fewest blocks that a compression may leave a request.
+        """
+        return num_blocks // floor if floor else 0
 
 
-class Budget(Protocol):
-    """How many blocks may a request hold while it decodes (`N_max`)?"""
+class Budget(ABC):
+    """How many blocks may a request hold while it decodes (`N_max`)?
 
+    The base class of every budget. A class of the user's own needs `floor` alone.
+    """
+
+    question: ClassVar[str] = "budget"
+    base: ClassVar[str] = "hybrid"
+
+    @abstractmethod
     def floor(self, block_size: int) -> int | None:
-        """Fewest blocks at which a request may be told to compress; None: never."""
+        """Return the fewest blocks at which a request may be compressed; None: it never is."""
 
     def may_grow(self, held: int, block_size: int, pool: PoolView) -> bool:
-        """May a request with `held` full blocks take one more instead of being compressed?"""
+        """Return whether a request with `held` full blocks may take one more.
+
+        Otherwise it is compressed.
+        """
+        floor = self.floor(block_size)
+        return floor is None or held < floor
 
     def shrink_to(self, held: int, block_size: int, pool: PoolView) -> int:
-        """Blocks after a compression, the empty one included; between the floor and `held`."""
+        """Return the blocks after a compression, the empty one included.
+
+        The number lies between the floor and `held`.
+        """
+        floor = self.floor(block_size)
+        return held if floor is None else floor
 
 
-class Preemption(Protocol):
-    """Who gives way when blocks run out, and how does it come back?"""
+class Preemption(ABC):
+    """Which request is preempted when blocks run out, and how does it come back?
+
+    The base class of every preemption. A class of the user's own needs `rank` alone.
+    """
+
+    question: ClassVar[str] = "preemption"
+    base: ClassVar[str] = "hybrid"
 
     @property
-    def comes_back(self) -> ComesBack:
-        """Recompute what was lost, or bring it back from host memory. A compressed request can only be swapped."""
+    def comes_back(self) -> Recovery:
+        """Whether a victim is recomputed, or its blocks come back from host memory.
 
-    def rank(self, request: Request, needy: Request) -> int | None:
-        """Rank as a victim for `needy` (which may be the request itself): smallest first, the latest of a rank first.
+        A compressed request can only be swapped.
+        """
+        return Recovery.RECOMPUTE
 
-        None: does not give way.
+    @property
+    def least_is_zero(self) -> bool:
+        """Whether 0 is the smallest rank, so that the search for a victim ends with it."""
+        return True
+
+    @property
+    def keeps_withdrawn(self) -> bool:
+        """Whether the blocks of a chunk that is withdrawn from the step stay matchable, although
+        nothing computes them.
+        """
+        return False
+
+    @abstractmethod
+    def rank(self, request: Request, needy: Request) -> float | None:
+        """Return the rank of `request` as a victim for `needy`, which may be the request itself.
+
+        The smallest rank is preempted first, and the latest request of a rank first. None: the
+        request is not preempted. With `least_is_zero` the search ends at the first rank of 0.
         """
 
+    def rank_with_blocks(
+        self, request: Request, needy: Request, num_tokens: int, num_owned: Callable[[], int]
+    ) -> float | None:
+        """Return the rank where it depends on what the request holds.
 
-class Prefix(Protocol):
+        Args:
+            request: The request that may be the victim.
+            needy: The request that needs blocks.
+            num_tokens: Prompt and output tokens of the request so far.
+            num_owned: Returns the blocks that the request alone owns.
+        """
+        return self.rank(request, needy)
+
+
+class Prefix:
     """What is shared?"""
+
+    question: ClassVar[str] = "prefix"
+    base: ClassVar[str] = "hybrid"
 
     @property
     def enabled(self) -> bool:
-        """Match full blocks by content."""
+        """Whether full blocks are matched by content."""
+        return True
+
+    @property
+    def findable(self) -> Findable:
+        """From when on a full block of a prompt can be matched."""
+        return Findable.COMPUTED
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether all blocks with equal content stay findable, the one registered first before
+        the others.
+        """
+        return False
+
+    @property
+    def unmatchable_first(self) -> bool:
+        """Whether released blocks without matchable content are reused before all others.
+
+        The full blocks of an ended request then keep their content, its output included.
+        """
+        return False
 
     @property
     def keeps(self) -> bool:
-        """A compression leaves matchable blocks in place and copies to fresh ones while the pool has room."""
+        """Whether a compression leaves matchable blocks in place.
+
+        It then copies to fresh blocks while the pool has room.
+        """
+        return True
 
 
-class Compression(Protocol):
-    """How are tokens chosen, and when is the result joined?"""
+class Compression:
+    """How are tokens chosen, and when is the result joined?
+
+    The defaults are those of the Zipage paper (arXiv 2603.08743).
+    """
+
+    question: ClassVar[str] = "compression"
+    base: ClassVar[str] = "hybrid"
 
     @property
     def scorer(self) -> str:
-        """Name of the engine's scorer."""
+        """Name of the scorer."""
+        return "attention+global+lightning"
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the scorer reads the queries of the window.
+
+        A request then needs a slot before it is compressed.
+        """
+        return True
 
     @property
     def window(self) -> int:
         """Observation window `w`, in tokens."""
+        return 16
 
     @property
     def join(self) -> Join:
         """When a compressed request decodes again."""
+        return Join.BOUNDARY
 
-    # What follows is for the engine's scorers alone (compressed-paged-attention, sections 3 and 4).
+    # the rest is for the engine's scorers (compressed-paged-attention, sections 3 and 4)
 
     @property
     def sink(self) -> int:
         """First cache positions that are always kept."""
+        return 0
 
     @property
     def redundancy_lambda(self) -> float:
         """Weight of attention against redundancy."""
+        return 0.2
 
     @property
     def temperature(self) -> float:
-        """Of the softmax over redundancy."""
+        """Temperature of the softmax over redundancy."""
+        return 0.4
 
     @property
     def decay(self) -> float:
-        """Of the score history at every further compression."""
+        """Factor of the score history at every further compression."""
+        return 0.8
 
     @property
     def pool_size(self) -> int:
         """Neighbours whose highest score a token takes at a first compression; odd."""
+        return 5
 
     @property
     def threshold(self) -> float:
         """Similarity strictly above which two keys are alike."""
+        return 0.5
+
+    @property
+    def recent(self) -> int:
+        """Latest tokens that are always kept, at most half of what a compression keeps."""
+        return 0
+
+
+ANSWERS: Mapping[str, type[Any]] = {
+    answer.question: answer
+    for answer in (Order, Admission, Batching, Slots, Budget, Preemption, Prefix, Compression)
+}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One answer to every question."""
+    """One answer to each question."""
 
     name: str
     order: Order
@@ -214,9 +451,34 @@ class Policy:
     prefix: Prefix
     compression: Compression
 
+    def window(self, block_size: int) -> int:
+        """Return the tokens of the observation window in a pool with blocks of this size.
+
+        A window longer than a block is refused where a window is needed (`QuerySlots`) and has no
+        meaning elsewhere.
+        """
+        return min(self.compression.window, block_size)
+
+    @property
+    def simulation_only(self) -> str | None:
+        """Why an engine cannot run this policy; None where it can."""
+        if self.batching.is_asynchronous:
+            return (
+                f"policy {self.name!r} plans asynchronous steps (batching.asynchronous = true): "
+                "the engine commits a step before it plans the next one, so only the simulator "
+                "runs it; leave the setting out for the synchronous rules"
+            )
+        if self.preemption.keeps_withdrawn:
+            return (
+                f"policy {self.name!r} leaves withdrawn blocks findable (preemption.withdrawn = "
+                "findable): a request could read keys and values that were never written, so only "
+                "the simulator runs it; preemption.withdrawn = forgotten is safe"
+            )
+        return None
+
 
 class ClassMeans:
-    """Mean output of finished requests by class: the `History` a scheduler keeps."""
+    """The mean output of finished requests by class: the `History` that a scheduler keeps."""
 
     __slots__ = ("_all", "_by_class")
 
@@ -226,7 +488,7 @@ class ClassMeans:
 
     @property
     def seen(self) -> Mapping[str | None, tuple[int, int]]:
-        """Class -> (finished requests, their output tokens)."""
+        """Maps a class to (finished requests, their output tokens)."""
         return self._by_class
 
     def add(self, cls: str | None, output_tokens: int) -> None:
@@ -236,6 +498,6 @@ class ClassMeans:
         self._all = (self._all[0] + 1, self._all[1] + output_tokens)
 
     def mean_output(self, cls: str | None) -> float | None:
-        """Mean output tokens of the class, of all classes if it is unknown, or None."""
+        """Return the mean output tokens of the class, of all classes if it is unknown, or None."""
         count, total = self._by_class.get(cls, self._all)
         return total / count if count else None

@@ -1,4 +1,6 @@
-"""A real browser before a real server: Debian's Chromium, driven by Playwright, and the dashboard as a process."""
+"""A real browser before a real server: Debian's Chromium, driven by Playwright, and the dashboard
+as a process.
+"""
 
 import os
 import shutil
@@ -20,7 +22,12 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
 )
 FLAGS = [
     "--no-sandbox",
@@ -54,7 +61,9 @@ def serving(*roots: Path) -> Iterator[str]:
 
 
 def _started(roots: tuple[Path, ...], log: IO[bytes]) -> "tuple[int, subprocess.Popen[bytes]]":
-    """A server that answers, and its port; another if somebody was faster to take the port that was free just now."""
+    """A server that answers, and its port; another if somebody was faster to take the port that was
+    free just now.
+    """
     for _ in range(MOST_STARTS):
         port = free_port()
         command = [
@@ -62,12 +71,16 @@ def _started(roots: tuple[Path, ...], log: IO[bytes]) -> "tuple[int, subprocess.
             "--server.address", "127.0.0.1", "--server.port", str(port), "--", *map(str, roots),
         ]  # fmt: skip
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
         if _answers(f"http://127.0.0.1:{port}/_stcore/health", server):
             return port, server
         server.kill()
         server.wait()
-    raise RuntimeError(f"the dashboard did not start: {Path(log.name).read_text(errors='replace')[-2000:]}")
+    raise RuntimeError(
+        f"the dashboard did not start: {Path(log.name).read_text(errors='replace')[-2000:]}"
+    )
 
 
 def _answers(url: str, server: "subprocess.Popen[bytes]") -> bool:
@@ -107,27 +120,33 @@ class Visitor:
         self.page.on("requestfailed", self._note_failed)
 
     def _note_failed(self, request: Request) -> None:
-        if request.failure != "net::ERR_ABORTED":  # that is a reader who has gone on to another page
+        if (
+            request.failure != "net::ERR_ABORTED"
+        ):  # that is a reader who has gone on to another page
             self.complaints.append(f"failed: {request.url}: {request.failure}")
 
     def _note(self, kind: str, text: str) -> None:
         if kind == "error":
             self.complaints.append(text)
 
-    def open(self, query: str = "") -> None:
-        """Go to an address and wait until the page is drawn."""
+    def open(self, query: str = "", phone: bool = False) -> None:
+        """Go to an address and wait until the page is drawn; a phone hides the sidebar."""
         self.page.goto(f"{self.address}/{query}")
-        self.page.get_by_text("Zipage Lab", exact=True).first.wait_for()
+        seen = self.page.get_by_text("Zipage Lab", exact=True).first
+        seen.wait_for(state="attached" if phone else "visible")
         self.settle()
 
     def settle(self) -> None:
         """Wait until the server says that it has drawn the page, and every figure is there.
 
-        Just after a click it may not have begun yet: what must come of the click is to be waited for by itself.
+        Just after a click it may not have begun yet: what must come of the click is to be waited
+        for by itself.
         """
         self.page.wait_for_function(
-            "() => document.querySelector('[data-testid=stApp]')?.dataset.testScriptState === 'notRunning'"
-            " && [...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.querySelector('.main-svg'))"
+            "() => document.querySelector('[data-testid=stApp]')?.dataset.testScriptState === "
+            "'notRunning'"
+            " && [...document.querySelectorAll('.js-plotly-plot')].every(plot => "
+            "plot.querySelector('.main-svg'))"
         )
 
     def view(self, name: str) -> None:
@@ -143,7 +162,8 @@ class Visitor:
     def until(self, does: Callable[[], object], comes: Callable[[], object]) -> None:
         """Do something, again and again if it goes unheard, until something comes of it.
 
-        `comes` waits for a little while and raises, as Playwright's own waits and assertions do, when it has not come.
+        `comes` waits for a little while and raises, as Playwright's own waits and assertions do,
+        when it has not come.
         """
         until = time.monotonic() + PATIENCE_MS / 1000
         while True:
@@ -161,17 +181,25 @@ class Visitor:
         """The page's address, as names and values."""
         return {name: values[0] for name, values in parse_qs(urlsplit(self.page.url).query).items()}
 
-    def leads(self, condition: Callable[[dict[str, str]], object], timeout_ms: float = PATIENCE_MS) -> dict[str, str]:
+    def leads(
+        self, condition: Callable[[dict[str, str]], object], timeout_ms: float = PATIENCE_MS
+    ) -> dict[str, str]:
         """Wait until the page's address is as it should be; returns its names and values."""
         self.page.wait_for_url(
-            lambda url: bool(condition({name: values[0] for name, values in parse_qs(urlsplit(url).query).items()})),
+            lambda url: bool(
+                condition(
+                    {name: values[0] for name, values in parse_qs(urlsplit(url).query).items()}
+                )
+            ),
             timeout=timeout_ms,
             wait_until="commit",
         )
         return self.query
 
     def box(self, inside: Locator) -> FloatRect:
-        """Where something lies in the window, once it has stopped to move: not while the page is drawn anew."""
+        """Where something lies in the window, once it has stopped to move: not while the page is
+        drawn anew.
+        """
         inside.wait_for()
         until = time.monotonic() + PATIENCE_MS / 1000
         before = None

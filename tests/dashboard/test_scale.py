@@ -1,4 +1,6 @@
-"""Bounds on counts and bytes for a recording of 20,000 requests x 100,000 steps x 4,096 blocks. Times: benchmarks/."""
+"""Bounds on counts and bytes for a recording of 20,000 requests x 100,000 steps x 4,096 blocks.
+Times: benchmarks/.
+"""
 
 from pathlib import Path
 
@@ -9,21 +11,38 @@ pytest.importorskip("plotly")
 
 import plotly.graph_objects as go
 
-from dashboard.figures.activity import NUM_BINS, activity_figure, holders_figure
-from dashboard.figures.compare import latency_figure, strips_figure
-from dashboard.figures.occupancy import Shown, occupancy_figure, state_cells
-from dashboard.figures.requests import gantt, pick_rows, totals_figure
-from dashboard.figures.style import MAX_MARKS, num_bytes, num_marks
-from dashboard.figures.trust import error_figure, step_errors, times_figure
-from dashboard.load import read_marks
 from tests.dashboard.large_recording import STEP_S, lane_offset, write_large
-from traces.detail import count_marks, lives_at
-from traces.follow import life_of
-from traces.holding import Holdings, read_holdings
-from traces.occupancy import FREE, OWNED, Occupancy, read_occupancy
-from traces.phases import DECODE, PREEMPTED, Phases, read_phases
-from traces.recording import Recording
-from traces.series import COLUMNS, step_series
+from zlab.dashboard.figures.activity import (
+    NUM_BINS,
+    activity_figure,
+    gantt,
+    holders_figure,
+    pick_rows,
+    totals_figure,
+)
+from zlab.dashboard.figures.compare import latency_figure, strip_of, strips_figure
+from zlab.dashboard.figures.occupancy import Shown, occupancy_figure, read_marks, state_cells
+from zlab.dashboard.figures.style import MAX_MARKS, num_bytes, num_marks
+from zlab.dashboard.figures.trust import error_figure, step_errors, times_figure
+from zlab.traces.occupancy import (
+    FREE,
+    OWNED,
+    Occupancy,
+    count_marks,
+    life_of,
+    lives_at,
+    read_occupancy,
+)
+from zlab.traces.recording import Recording
+from zlab.traces.schema import Phase
+from zlab.traces.timeline import (
+    COLUMNS,
+    Holdings,
+    Phases,
+    read_holdings,
+    read_phases,
+    step_series,
+)
 
 VIEW_BYTES = 3_000_000
 
@@ -64,14 +83,18 @@ def test_it_is_as_large_as_asked(large: Large) -> None:
 @pytest.mark.parametrize("window", [(0.0, 1000.0), (400.0, 440.0), (400.0, 400.5)])
 @pytest.mark.parametrize("blocks", [(0, 4096), (1000, 1040)])
 @pytest.mark.parametrize("colour_by", ["state", "request"])
-def test_occupancy_view(large: Large, window: tuple[float, float], blocks: tuple[int, int], colour_by: str) -> None:
+def test_occupancy_view(
+    large: Large, window: tuple[float, float], blocks: tuple[int, int], colour_by: str
+) -> None:
     pool = (large.occupancy.num_blocks, large.occupancy.block_size)
     shown = Shown(window, blocks)
-    series = step_series(large.recording.table("steps", COLUMNS), large.occupancy.times, window, NUM_BINS, pool)
+    series = step_series(
+        large.recording.table("steps", COLUMNS), large.occupancy.times, window, NUM_BINS, pool
+    )
     hold(
         occupancy_figure(large.occupancy, large.holdings, large.marks, shown, colour_by),
         activity_figure(series, pool),
-        holders_figure(large.occupancy, large.holdings, window),
+        holders_figure(large.occupancy, window),
     )
 
 
@@ -89,7 +112,7 @@ def test_compare_and_trust_views(large: Large) -> None:
     steps = large.recording.table("steps", ("step", "start_s", "end_s"))
     errors = step_errors(steps, steps, None)
     hold(*(latency_figure(dict.fromkeys("abcdef", requests), key) for key in ("ttft_s", "e2e_s")))
-    hold(strips_figure(dict.fromkeys("abcdef", large.occupancy)))
+    hold(strips_figure(dict.fromkeys("abcdef", strip_of(large.occupancy))))
     hold(times_figure(errors), error_figure(errors))
 
 
@@ -107,11 +130,11 @@ def test_a_zoom_brings_detail(large: Large) -> None:
 
 
 def test_nothing_is_lost_from_afar(large: Large) -> None:
-    preempted = large.phases.phase == PREEMPTED
+    preempted = large.phases.phase == Phase.PREEMPTED.place
     moments = large.marks.preempted_s
     assert len(moments) == preempted.sum() == 20_000
     assert count_marks(moments, large.occupancy.span_s, 150).sum() == len(moments)
-    decode = large.phases.totals(np.arange(20_000))[:, DECODE]
+    decode = large.phases.totals(np.arange(20_000))[:, Phase.DECODE.place]
     assert decode.min() > 10
     alive = large.occupancy.lives.owner[lives_at(large.occupancy, np.array([500.0]))]
     assert len(np.unique(alive)) > 500

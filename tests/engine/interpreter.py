@@ -1,4 +1,6 @@
-"""Triton interprets where it is told so before its import, so tests that need that run in a process of their own."""
+"""Triton interprets where it is told so before its import, so tests that need that run in a process
+of their own.
+"""
 
 import os
 import subprocess
@@ -12,7 +14,9 @@ MOST_S = 900  # far more than any takes; only so that a kernel that never ends i
 
 
 def passed_in_the_interpreter(*arguments: str) -> str:
-    """What pytest says of these tests under the interpreter; fails unless all that were chosen pass."""
+    """What pytest says of these tests under the interpreter; fails unless all that were chosen
+    pass.
+    """
     pytest.importorskip("triton")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],

@@ -1,18 +1,29 @@
-"""Random caches and ragged batches for the kernel tests, where they run, and their float64 answers."""
+"""Random caches and ragged batches for the kernel tests, where they run, and their float64 answers.
+
+Attention without a paged cache, to run a model's layers on their own.
+"""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kernels import reference
-from engine.kernels.batch import CompressionBatch, CompressionRequest, lay_out
-from engine.kernels.choice import find_kernels
-from engine.kernels.contract import Kernels
-from engine.kernels.workspace import CompressionShape, CompressionWorkspace, Scratch
-from engine.scorers import CompressionSettings
+from tests.engine import kernel_reference as reference
+from zlab.engine.compression import CompressionSettings
+from zlab.engine.kernels.backends import find_backend
+from zlab.engine.kernels.interface import KernelBackend
+from zlab.engine.kernels.workspace import (
+    CompressionBatch,
+    CompressionRequest,
+    CompressionShape,
+    CompressionWorkspace,
+    Scratch,
+    lay_out,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -26,8 +37,8 @@ class Place:
     dtype: torch.dtype
 
     @property
-    def kernels(self) -> Kernels:
-        return find_kernels(torch.device(self.device), self.kernels_name)
+    def kernels(self) -> KernelBackend:
+        return find_backend(torch.device(self.device), self.kernels_name)
 
     @property
     def tolerance(self) -> float:
@@ -38,12 +49,18 @@ class Place:
 def _places(interpreted: tuple[torch.dtype, ...]) -> list[pytest.param]:  # type: ignore[valid-type]
     """Here: torch on the CPU, or under the interpreter Triton; on a GPU: both, in every dtype."""
     if INTERPRETED:
-        return [pytest.param(place, id=_name(place)) for place in (Place("triton", "cpu", d) for d in interpreted)]
+        return [
+            pytest.param(place, id=_name(place))
+            for place in (Place("triton", "cpu", d) for d in interpreted)
+        ]
     params = [
         pytest.param(place, id=_name(place))
         for place in (Place("torch", "cpu", torch.float32), Place("torch", "cpu", torch.bfloat16))
     ]
-    marks = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    marks = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ]
     for name in ("torch", "triton"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             place = Place(name, "cuda", dtype)
@@ -55,7 +72,8 @@ def _name(place: Place) -> str:
     return f"{place.kernels_name}-{place.device}-{str(place.dtype).removeprefix('torch.')}"
 
 
-# The interpreter multiplies the bit patterns of bfloat16, not its values, so float16 stands in for it there.
+# The interpreter multiplies the bit patterns of bfloat16, not its values, so float16 stands in for
+# it there.
 on_every_place = pytest.mark.parametrize("place", _places((torch.float32, torch.float16)))
 # For what moves rows or counts tokens: the slow interpreter runs it in one dtype only.
 on_one_dtype = pytest.mark.parametrize("place", _places((torch.float32,)))
@@ -92,10 +110,13 @@ class Case:
         for buffer in self.workspace._ints.values():
             buffer.fill_(-7)
         batch = lay_out(list(self.requests), self.sizes.block_size, self.workspace.batch_storage)
-        return batch, self.workspace.scratch(batch.num_requests, batch.max_blocks, batch.max_targets)
+        return batch, self.workspace.scratch(
+            batch.num_requests, batch.max_blocks, batch.max_targets
+        )
 
 
-# First and repeat compressions, different lengths, and two requests that share blocks 3 and 1 and get fresh targets.
+# First and repeat compressions, different lengths, and two requests that share blocks 3 and 1 and
+# get fresh targets.
 RAGGED = (
     CompressionRequest((5, 0, 9), (5, 0), query_slot=2, compressed_before=True, seed=11),
     CompressionRequest((3, 1, 7, 11, 2), (12, 13), query_slot=0, seed=-5),
@@ -104,15 +125,32 @@ RAGGED = (
 
 
 def make_case(
-    place: Place, sizes: Sizes = Sizes(), requests: tuple[CompressionRequest, ...] = RAGGED, seed: int = 0
+    place: Place,
+    sizes: Sizes = Sizes(),
+    requests: tuple[CompressionRequest, ...] = RAGGED,
+    seed: int = 0,
 ) -> Case:
-    """Keys around a few directions, so that many pairs are alike and the redundancy rule has work to do."""
+    """Keys around a few directions, so that many pairs are alike and the redundancy rule has work
+    to do.
+    """
     rng = np.random.default_rng(seed)
-    shape = (sizes.num_layers, sizes.num_blocks, sizes.block_size, sizes.num_kv_heads, sizes.head_dim)
+    shape = (
+        sizes.num_layers,
+        sizes.num_blocks,
+        sizes.block_size,
+        sizes.num_kv_heads,
+        sizes.head_dim,
+    )
     directions = rng.standard_normal((5, sizes.head_dim)) * 1.5
     keys = directions[rng.integers(0, 5, shape[:4])] + rng.standard_normal(shape)
     queries = rng.standard_normal(
-        (sizes.num_layers, sizes.num_slots, sizes.window, sizes.num_kv_heads * sizes.group, sizes.head_dim)
+        (
+            sizes.num_layers,
+            sizes.num_slots,
+            sizes.window,
+            sizes.num_kv_heads * sizes.group,
+            sizes.head_dim,
+        )
     )
     longest = max(len(request.block_table) for request in requests)
 
@@ -127,7 +165,9 @@ def make_case(
         window_queries=tensor(queries, place.dtype),
         requests=requests,
         workspace=CompressionWorkspace(
-            CompressionShape(sizes.num_layers, sizes.num_kv_heads, sizes.group, sizes.window, sizes.block_size),
+            CompressionShape(
+                sizes.num_layers, sizes.num_kv_heads, sizes.group, sizes.window, sizes.block_size
+            ),
             capacity_blocks=longest * len(requests),
             max_requests=len(requests),
             device=torch.device(place.device),
@@ -152,15 +192,29 @@ class Expected:
     keep: reference.Bool
 
 
-def expected(case: Case, layer: int, request: CompressionRequest, settings: CompressionSettings) -> Expected:
+def expected(
+    case: Case, layer: int, request: CompressionRequest, settings: CompressionSettings
+) -> Expected:
     block_size = case.sizes.block_size
     table = list(request.block_table)
     keys = reference.gather_cache_order(to_numpy(case.cache_k)[layer], table)
-    attention = reference.window_attention(to_numpy(case.window_queries)[layer, request.query_slot], keys)
-    prior = reference.gather_cache_order(to_numpy(case.history)[layer], table) if request.compressed_before else None
+    attention = reference.window_attention(
+        to_numpy(case.window_queries)[layer, request.query_slot], keys
+    )
+    prior = (
+        reference.gather_cache_order(to_numpy(case.history)[layer], table)
+        if request.compressed_before
+        else None
+    )
     uses_history = settings.scorer in ("attention+global", "attention+global+lightning")
-    global_score = reference.global_score(attention, prior if uses_history else None, block_size, settings.decay)
-    pooled = global_score if request.compressed_before else reference.pool(global_score, settings.pool_size)
+    global_score = reference.global_score(
+        attention, prior if uses_history else None, block_size, settings.decay
+    )
+    pooled = (
+        global_score
+        if request.compressed_before
+        else reference.pool(global_score, settings.pool_size)
+    )
     num_tokens = keys.shape[1]
     lightning_logits = reference.redundancy_logits(keys, block_size, settings.threshold)
     full_logits = reference.redundancy_logits(keys, num_tokens, settings.threshold)
@@ -177,7 +231,9 @@ def expected(case: Case, layer: int, request: CompressionRequest, settings: Comp
     return Expected(attention, global_score, lightning_logits, full_logits, score, keep)
 
 
-def assert_close(out: torch.Tensor | reference.Float, ref: reference.Float, tolerance: float, what: str) -> None:
+def assert_close(
+    out: torch.Tensor | reference.Float, ref: reference.Float, tolerance: float, what: str
+) -> None:
     """Relative error in the norm; NaN never passes."""
     values = to_numpy(out) if isinstance(out, torch.Tensor) else out
     assert values.shape == ref.shape, f"{what}: {values.shape} instead of {ref.shape}"
@@ -193,3 +249,60 @@ def keep_flags(keep_index: torch.Tensor, num_tokens: int) -> reference.Bool:
     flags.scatter_(-1, index, True)
     result: reference.Bool = flags.numpy()
     return result
+
+
+class DenseContext:
+    """Attention over plain lists of keys and values, a sequence at a time: nothing paged, nothing
+    padded.
+    """
+
+    def __init__(self, num_layers: int, num_sequences: int) -> None:
+        self._keys: list[list[list[torch.Tensor]]] = [
+            [[] for _ in range(num_sequences)] for _ in range(num_layers)
+        ]
+        self._values: list[list[list[torch.Tensor]]] = [
+            [[] for _ in range(num_sequences)] for _ in range(num_layers)
+        ]
+        self._rows: list[tuple[int, int]] = []
+
+    def begin(self, rows: Sequence[tuple[int, int]]) -> None:
+        """The next forward packs, in order, (sequence, number of its next tokens)."""
+        self._rows = list(rows)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        outputs = []
+        start = 0
+        for sequence, count in self._rows:
+            part = slice(start, start + count)
+            start += count
+            self._keys[layer][sequence].append(keys[part])
+            self._values[layer][sequence].append(values[part])
+            outputs.append(
+                causal_attention(
+                    queries[part],
+                    torch.cat(self._keys[layer][sequence]),
+                    torch.cat(self._values[layer][sequence]),
+                )
+            )
+        assert start == queries.shape[0]
+        return torch.cat(outputs)
+
+
+def causal_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """`queries [q, H_q, d]` are the last of `keys, values [t, H_kv, d]`."""
+    num_queries, num_tokens = queries.shape[0], keys.shape[0]
+    mask = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=queries.device).tril(
+        num_tokens - num_queries
+    )
+    group = queries.shape[1] // keys.shape[1]
+    result = scaled_dot_product_attention(
+        queries.transpose(0, 1),
+        keys.repeat_interleave(group, dim=1).transpose(0, 1),
+        values.repeat_interleave(group, dim=1).transpose(0, 1),
+        attn_mask=mask,
+    )
+    return result.transpose(0, 1)

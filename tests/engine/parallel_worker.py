@@ -1,6 +1,8 @@
-"""One process of a tensor-parallel group: `python -m tests.engine.parallel_worker RANK SIZE ADDRESS FOLDER...`.
+"""One process of a tensor-parallel group: `python -m tests.engine.parallel_worker RANK SIZE ADDRESS
+FOLDER...`.
 
-Loads its part of every folder's model, runs a prompt in two chunks and writes `logits-RANK.npy` beside it.
+Loads its part of every folder's model, runs a prompt in two chunks and writes `logits-RANK.npy`
+beside it.
 """
 
 import sys
@@ -10,13 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine.config import config_from_hf, read_json
-from engine.layers import HeadShape, LayerSteps, LayerWeights
-from engine.model import Decoder
-from engine.parallel import Parallel, join
-from engine.torch_layers import TorchSteps
-from engine.weights import allocate, fill, read_safetensors, safetensors_files
-from tests.engine.dense_context import DenseContext
+from tests.engine.kernel_cases import DenseContext
+from zlab.engine.model.decoder import Decoder
+from zlab.engine.model.layers import HeadShape, LayerSteps, LayerWeights, TorchSteps
+from zlab.engine.model.loader import allocate, fill, read_safetensors, safetensors_files
+from zlab.engine.model.spec import config_from_hf, read_json
+from zlab.engine.model.tensor_parallel import Parallel, join
 
 NUM_TOKENS = 20
 CPU = torch.device("cpu")
@@ -30,7 +31,9 @@ class SplitSteps(TorchSteps):
         return torch.stack([whole * 0.25, whole * 0.75])
 
 
-def run(folder: Path, parallel: Parallel, ids: torch.Tensor, *, splits: bool = False) -> torch.Tensor:
+def run(
+    folder: Path, parallel: Parallel, ids: torch.Tensor, *, splits: bool = False
+) -> torch.Tensor:
     config = config_from_hf(read_json(folder / "config.json"), name="tiny")
     weights = allocate(config, parallel, dtype=torch.float32, device=CPU)
     fill(config, weights, parallel, read_safetensors(safetensors_files(folder)), source=str(folder))
@@ -43,7 +46,9 @@ def run(folder: Path, parallel: Parallel, ids: torch.Tensor, *, splits: bool = F
     parts = []
     for start, end in ((0, 13), (13, len(ids))):
         context.begin([(0, end - start)])
-        parts.append(decoder.logits(decoder.forward(ids[start:end], torch.arange(start, end), context)))
+        parts.append(
+            decoder.logits(decoder.forward(ids[start:end], torch.arange(start, end), context))
+        )
     return torch.cat(parts)
 
 

@@ -1,4 +1,6 @@
-"""Cases of ../shared/cases that an engine can break with its tensors, not only a scheduler with its books."""
+"""Cases of ../shared/cases that an engine can break with its tensors, not only a scheduler with its
+books.
+"""
 
 import json
 from dataclasses import replace
@@ -6,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from engine.build import EngineSettings
-from engine.errors import EngineError
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
-from policies.core.events import Kind
-from policies.core.request import Phase, Status
-from policies.spec import PolicyError, load_policy, policy_from_toml, policy_to_toml
 from tests.engine.engine_cases import SMALL, Watched, play, prompt, request, tiny, watched
 from tests.shared import SHARED, needs_shared
-from traces.workload import TraceRequest
+from zlab.engine.engine import EngineSettings
+from zlab.engine.errors import EngineError
+from zlab.engine.llm import LLM
+from zlab.engine.sampling_params import SamplingParams
+from zlab.policies.spec import PolicyError, load_policy, policy_from_toml, policy_to_toml
+from zlab.traces.schema import EventKind, Phase, Status
+from zlab.traces.workload import TraceRequest
 
 pytestmark = needs_shared
 
@@ -32,7 +33,9 @@ def asked(item: dict[str, Any], seed: int) -> TraceRequest:
 
 def engine(id: str, policy: str = "", **changes: Any) -> tuple[Watched, list[TraceRequest]]:
     row = read(id)
-    spec = row["preset"] + (f":blocks={row['n_max']},tokens=0,window={row['window']}{policy}" if "n_max" in row else "")
+    spec = row["preset"] + (
+        f":blocks={row['n_max']},tokens=0,window={row['window']}{policy}" if "n_max" in row else ""
+    )
     sizes = {"num_blocks": row["pool_blocks"], "block_size": row["block_size"]} | changes
     return watched(spec, **sizes), [asked(item, seed) for seed, item in enumerate(row["requests"])]
 
@@ -49,7 +52,9 @@ def test_b18_a_sharer_ends_while_the_other_compresses(join: str) -> None:
     assert two.hit_tokens == 8
     assert one.compressions > 2
     assert two.status is one.status is Status.FINISHED
-    alone = play([first], f"hybrid:blocks=3,tokens=0,window=2,join={join}", num_blocks=16, block_size=4)
+    alone = play(
+        [first], f"hybrid:blocks=3,tokens=0,window=2,join={join}", num_blocks=16, block_size=4
+    )
     assert run.tokens()["A"] == alone.tokens()["A"]
 
 
@@ -61,7 +66,7 @@ def test_b20_blocks_of_an_aborted_request_are_not_handed_on_early() -> None:
     while first.phase is not Phase.COMPRESSING:
         run.step()
     table, state = list(first.table), run.engine.scheduler.state
-    run.engine.loop.abort("A")
+    run.engine.abort("A")
     assert all(state.pool.refs[block] for block in table), "the compression still reads them"
     assert run.engine.compression is not None
     run.step()
@@ -83,8 +88,10 @@ def test_b24_a_prefix_outlives_the_compression_of_its_only_user() -> None:
     run.assert_empty()
     assert run.sequences["B"].request.hit_tokens == 8
     fresh = play([second], "full-kv", num_blocks=64, block_size=4)
-    assert run.tokens()["B"] == fresh.tokens()["B"], "what it found there is what it would have computed"
-    assert run.count(Kind.PREFIX_LOST) == 0
+    assert run.tokens()["B"] == fresh.tokens()["B"], (
+        "what it found there is what it would have computed"
+    )
+    assert run.count(EventKind.PREFIX_LOST) == 0
 
 
 def test_b24_where_the_policy_gives_it_up_it_is_counted() -> None:
@@ -93,7 +100,7 @@ def test_b24_where_the_policy_gives_it_up_it_is_counted() -> None:
     run.run()
     run.submit(second)
     run.run()
-    assert run.count(Kind.PREFIX_LOST) > 0
+    assert run.count(EventKind.PREFIX_LOST) > 0
     fresh = play([second], "full-kv", num_blocks=64, block_size=4)
     assert run.tokens()["B"] == fresh.tokens()["B"]
 
@@ -121,11 +128,17 @@ def test_b43_an_unknown_option_is_an_error_that_names_it() -> None:
     text = policy_to_toml(load_policy("hybrid")) + "redundncy_lambda = 0.2\n"
     with pytest.raises(PolicyError, match="redundncy_lambda"):
         policy_from_toml(text)
-    with pytest.raises(EngineError, match=r"unknown setting 'num_block'; did you mean 'num_blocks'\?"):
+    with pytest.raises(
+        EngineError, match=r"unknown setting 'num_block'; did you mean 'num_blocks'\?"
+    ):
         LLM("nothing", num_block=3)
-    with pytest.raises(EngineError, match=r"unknown sampling parameter 'temprature'; did you mean 'temperature'\?"):
+    with pytest.raises(
+        EngineError, match=r"unknown sampling parameter 'temprature'; did you mean 'temperature'\?"
+    ):
         SamplingParams(temprature=0.2)  # type: ignore[call-arg]
-    with pytest.raises(PolicyError, match=r"unknown policy setting 'scorr'; did you mean 'scorer'\?"):
+    with pytest.raises(
+        PolicyError, match=r"unknown policy setting 'scorr'; did you mean 'scorer'\?"
+    ):
         watched("hybrid:tokens=24,window=4,scorr=recent")
 
 

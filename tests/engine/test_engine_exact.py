@@ -1,4 +1,6 @@
-"""Full KV is exact: SmolLM2's greedy tokens through the engine are those of `transformers.generate`, one by one."""
+"""Full KV is exact: SmolLM2's greedy tokens through the engine are those of
+`transformers.generate`, one by one.
+"""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,29 +10,47 @@ import pytest
 import torch
 import transformers
 
-from engine.build import EngineSettings
-from engine.loading import BUNDLED_PACKAGE, LoadedModel, bundled_gguf, load_model
-from policies.core.events import Kind
 from tests.engine.engine_cases import Watched, request, watched
+from zlab.engine.engine import EngineSettings
+from zlab.engine.model.loader import BUNDLED_PACKAGE, LoadedModel, bundled_gguf, load_model
+from zlab.traces.schema import EventKind
 
 gguf = pytest.importorskip("gguf")
 
-pytestmark = pytest.mark.skipif(find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed"
+)
 
 NUM_NEW = 9
-SHARED = "You are a patient teacher. Answer briefly, in plain words, and give one example that a child would know. "
+SHARED = (
+    "You are a patient teacher. Answer briefly, in plain words, and give one example that a "
+    "child would know. "
+)
 QUESTIONS = (
     "Why is the sky blue?", "What is a prime number?", "How do birds fly?", "Who was Ada Lovelace?",
     "What does a heart do?", "Why do leaves fall?", "What is money for?", "How is glass made?",
     "What is a verb?", "Where does rain come from?",
 )  # fmt: skip
 TEXTS = (
-    "The capital of France is", "Once upon a time, there was a", "def add(a, b):\n    return", "1, 1, 2, 3, 5, 8,",
-    "Water boils at", "The opposite of hot is", "My favourite season is autumn, because",
-    "In 1969, the first man", "Zürich, Genève und 東京 sind", "To be, or not to be, that is",
-)  # fmt: skip
+    "The capital of France is",
+    "Once upon a time, there was a",
+    "def add(a, b):\n    return",
+    "1, 1, 2, 3, 5, 8,",
+    "Water boils at",
+    "The opposite of hot is",
+    "My favourite season is autumn, because",
+    "In 1969, the first man",
+    "Zürich, Genève und 東京 sind",
+    "To be, or not to be, that is",
+)
 SETTINGS = EngineSettings(
-    model="smollm2", num_blocks=64, block_size=8, max_batched_tokens=512, max_running=32, max_model_len=96, device="cpu"
+    model="smollm2",
+    num_blocks=64,
+    block_size=8,
+    max_batched_tokens=512,
+    max_running=32,
+    max_model_len=96,
+    device="cpu",
 )
 
 
@@ -49,7 +69,10 @@ def prompts(loaded: LoadedModel) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def expected(prompts: dict[str, list[int]]) -> dict[str, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("GGUFReader", "get_tensor_name_map"):  # transformers asks for them over and over, seconds each
+        for name in (
+            "GGUFReader",
+            "get_tensor_name_map",
+        ):  # transformers asks for them over and over, seconds each
             patch.setattr(gguf, name, cache(getattr(gguf, name)))
         oracle: Any = transformers.AutoModelForCausalLM.from_pretrained(
             bundled_gguf().parent, gguf_file=bundled_gguf().name, dtype=torch.float32
@@ -86,7 +109,9 @@ def test_there_are_twenty(expected: dict[str, list[int]]) -> None:
     assert all(len(tokens) == NUM_NEW for tokens in expected.values())
 
 
-def test_alone(loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+def test_alone(
+    loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]
+) -> None:
     run = start(loaded)
     for id, ids in prompts.items():
         run.submit(request(id, ids, NUM_NEW))
@@ -96,20 +121,27 @@ def test_alone(loaded: LoadedModel, prompts: dict[str, list[int]], expected: dic
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_batched(
-    loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]], overlap: bool
+    loaded: LoadedModel,
+    prompts: dict[str, list[int]],
+    expected: dict[str, list[int]],
+    overlap: bool,
 ) -> None:
     run = start(loaded, num_blocks=160, overlap=overlap)
     assert answered(run, prompts) == expected
-    assert run.count(Kind.PREEMPTED) == 0
+    assert run.count(EventKind.PREEMPTED) == 0
 
 
-def test_in_chunks(loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+def test_in_chunks(
+    loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]
+) -> None:
     run = start(loaded, num_blocks=160, max_batched_tokens=21)
     assert answered(run, prompts) == expected
-    assert run.count(Kind.CHUNK) > 30
+    assert run.count(EventKind.CHUNK) > 30
 
 
-def test_with_prefix_hits(loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+def test_with_prefix_hits(
+    loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]
+) -> None:
     run = start(loaded, num_blocks=160)
     assert answered(run, prompts) == expected
     assert answered(run, prompts) == expected  # now with whole prompts in the cache
@@ -122,14 +154,16 @@ def test_after_preemption_by_recompute(
 ) -> None:
     run = start(loaded, "full-kv:prefix=none", num_blocks=16)
     assert answered(run, prompts) == expected
-    assert run.count(Kind.PREEMPTED) > 2
+    assert run.count(EventKind.PREEMPTED) > 2
     assert any(sequence.request.recomputed_tokens > 8 for sequence in run.sequences.values())
 
 
-def test_after_swapping(loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+def test_after_swapping(
+    loaded: LoadedModel, prompts: dict[str, list[int]], expected: dict[str, list[int]]
+) -> None:
     run = start(loaded, "full-kv:comes_back=swap,prefix=none", num_blocks=16, host_blocks=64)
     assert answered(run, prompts) == expected
-    assert run.count(Kind.SWAPPED_IN) > 2
+    assert run.count(EventKind.SWAPPED_IN) > 2
 
 
 def test_a_budget_that_is_never_reached_changes_nothing(
@@ -137,4 +171,4 @@ def test_a_budget_that_is_never_reached_changes_nothing(
 ) -> None:
     run = start(loaded, "hybrid:tokens=88,window=4", num_blocks=160)
     assert answered(run, prompts) == expected
-    assert run.count(Kind.COMPRESSED) == 0
+    assert run.count(EventKind.COMPRESSED) == 0

@@ -1,4 +1,6 @@
-"""SmolLM2 in float32: the own decoder's greedy tokens are those of `transformers.generate`, one by one."""
+"""SmolLM2 in float32: the own decoder's greedy tokens are those of `transformers.generate`, one by
+one.
+"""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,13 +10,15 @@ import pytest
 import torch
 import transformers
 
-from engine.hf_model import HuggingFaceModel
-from engine.loading import BUNDLED_PACKAGE, LoadedModel, bundled_gguf, load_model
-from tests.engine.dense_context import DenseContext
+from tests.engine.kernel_cases import DenseContext
+from zlab.engine.model.loader import BUNDLED_PACKAGE, LoadedModel, bundled_gguf, load_model
+from zlab.engine.model.transformers_model import TransformersModel
 
 gguf = pytest.importorskip("gguf")
 
-pytestmark = pytest.mark.skipif(find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed"
+)
 
 NUM_NEW = 20
 TEXTS = (
@@ -69,13 +73,17 @@ def expected(oracle: transformers.PreTrainedModel, prompts: list[list[int]]) -> 
 
 
 def greedy(loaded: LoadedModel, prompts: list[list[int]], chunk: int) -> list[list[int]]:
-    """All prompts together, each prefilled `chunk` tokens a step while those that are through decode."""
+    """All prompts together, each prefilled `chunk` tokens a step while those that are through
+    decode.
+    """
     context = DenseContext(loaded.config.num_layers, len(prompts))
     waiting = [list(prompt) for prompt in prompts]
     done = [0] * len(prompts)
     outputs: list[list[int]] = [[] for _ in prompts]
     while any(waiting):
-        rows = [(number, min(chunk, len(tokens))) for number, tokens in enumerate(waiting) if tokens]
+        rows = [
+            (number, min(chunk, len(tokens))) for number, tokens in enumerate(waiting) if tokens
+        ]
         ids = [token for number, count in rows for token in waiting[number][:count]]
         positions = [done[number] + place for number, count in rows for place in range(count)]
         ends = torch.tensor([count for _, count in rows]).cumsum(0) - 1
@@ -98,11 +106,15 @@ def test_greedy_tokens_equal_generate(
     chunk: int, loaded: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     assert loaded.eos_token_ids == (2,)
-    assert any(output[-1] == 2 for output in expected) or all(len(output) == NUM_NEW for output in expected)
+    assert any(output[-1] == 2 for output in expected) or all(
+        len(output) == NUM_NEW for output in expected
+    )
     assert greedy(loaded, prompts, chunk) == expected
 
 
-def test_alone_as_together(loaded: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_alone_as_together(
+    loaded: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     assert greedy(loaded, prompts[2:3], 5) == expected[2:3]
 
 
@@ -113,7 +125,10 @@ def test_logits_and_the_fallback_agree(
     with torch.inference_mode():
         wanted = oracle(ids[None]).logits[0]
         found = []
-        for model in (loaded.model, HuggingFaceModel(oracle, loaded.config)):  # last: it takes the oracle over
+        for model in (
+            loaded.model,
+            TransformersModel(oracle, loaded.config),
+        ):  # last: it takes the oracle over
             context = DenseContext(loaded.config.num_layers, 1)
             context.begin([(0, len(ids))])
             found.append(model.logits(model.forward(ids, torch.arange(len(ids)), context)))

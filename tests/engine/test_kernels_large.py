@@ -1,15 +1,15 @@
-"""On the GPU: caches of more than 2^31 values, where a 32-bit offset would wrap, and a batch as large as serving's."""
+"""On the GPU: caches of more than 2^31 values, where a 32-bit offset would wrap, and a batch as
+large as serving's.
+"""
 
 import pytest
 import torch
 
-from engine.compression_pipeline import compress
-from engine.kernels.batch import CompressionRequest
-from engine.kernels.choice import find_kernels
-from engine.kernels.decode_plan import reserve_decode_workspace
-from engine.kernels.workspace import CompressionShape, CompressionWorkspace
-from engine.scorers import CompressionSettings
 from tests.engine.kernel_cases import INTERPRETED, assert_close, to_numpy
+from zlab.engine.compression import CompressionSettings, compress
+from zlab.engine.kernels.backends import find_backend
+from zlab.engine.kernels.triton_decode import reserve_decode_workspace
+from zlab.engine.kernels.workspace import CompressionRequest, CompressionShape, CompressionWorkspace
 
 CUDA = torch.device("cuda")
 BLOCKS = (8200, 8299, 8250, 8210, 8260)  # of 2^18 values each: beyond 2^31 in one layer
@@ -23,7 +23,9 @@ pytestmark = [
 def test_offsets_beyond_32_bits() -> None:
     """Two layers of 8,300 blocks of 256 x 8 x 128: every offset of the used blocks passes 2^31."""
     generator = torch.Generator(CUDA).manual_seed(0)
-    cache_k, cache_v = (torch.empty(2, 8300, 256, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+    cache_k, cache_v = (
+        torch.empty(2, 8300, 256, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in range(2)
+    )
     for cache in (cache_k, cache_v):
         for block in BLOCKS:
             cache[:, block].normal_(generator=generator)
@@ -32,15 +34,22 @@ def test_offsets_beyond_32_bits() -> None:
     queries = torch.randn(1, 32, 128, device=CUDA, generator=generator).bfloat16()
     results = []
     for name in ("torch", "triton"):
-        kernels = find_kernels(CUDA, name)
+        kernels = find_backend(CUDA, name)
         tables = torch.tensor([BLOCKS], dtype=torch.int32, device=CUDA)
         lengths = torch.tensor([1280], dtype=torch.int32, device=CUDA)
         output = torch.full_like(queries, float("nan"))
         splits = reserve_decode_workspace(
-            max_length=1280, max_requests=1, num_query_heads=32, num_kv_heads=8, head_dim=128, device=CUDA
-        )  # fmt: skip
+            max_length=1280,
+            max_requests=1,
+            num_query_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            device=CUDA,
+        )
         plan = kernels.plan_decodes(lengths, splits, 1280)
-        kernels.decode_attention(queries, cache_k[1], cache_v[1], tables, plan, 0.088, splits, output)
+        kernels.decode_attention(
+            queries, cache_k[1], cache_v[1], tables, plan, 0.088, splits, output
+        )
         results.append(output)
     assert_close(results[1], to_numpy(results[0]), 1e-2, "decode attention")
     before = [cache[:, list(BLOCKS)].clone() for cache in (cache_k, cache_v, history)]
@@ -54,7 +63,7 @@ def test_offsets_beyond_32_bits() -> None:
         )  # fmt: skip
         compress(
             cache_k, cache_v, history, window, [request], CompressionSettings(), workspace,
-            kernels=find_kernels(CUDA, name),
+            kernels=find_backend(CUDA, name),
         )  # fmt: skip
         after.append([cache[:, list(BLOCKS)].clone() for cache in (cache_k, cache_v, history)])
     assert torch.equal(after[0][0], after[1][0]), "K"
@@ -65,17 +74,26 @@ def test_offsets_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_a_large_batch_in_place_equals_the_twin(block_size: int) -> None:
-    """24 requests in place, eight layers: what a race would spoil differs from run to run and from the twin."""
+    """24 requests in place, eight layers: what a race would spoil differs from run to run and from
+    the twin.
+    """
     generator = torch.Generator(CUDA).manual_seed(block_size)
     per_request, num_requests = 2304 // block_size, 24
     shape = (8, per_request * num_requests, block_size, 8, 128)
-    keys, values = (torch.empty(shape, dtype=torch.bfloat16, device=CUDA).normal_(generator=generator) for _ in "kv")
+    keys, values = (
+        torch.empty(shape, dtype=torch.bfloat16, device=CUDA).normal_(generator=generator)
+        for _ in "kv"
+    )
     stored_history = torch.rand(shape[:4], device=CUDA, generator=generator) * 0.01
     window = torch.randn(8, num_requests, 16, 32, 128, device=CUDA, generator=generator).bfloat16()
     order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(1)).tolist()
-    tables = [tuple(order[row * per_request : (row + 1) * per_request]) for row in range(num_requests)]
+    tables = [
+        tuple(order[row * per_request : (row + 1) * per_request]) for row in range(num_requests)
+    ]
     requests = [
-        CompressionRequest(table, table[: 2048 // block_size], query_slot=row, compressed_before=row % 3 > 0)
+        CompressionRequest(
+            table, table[: 2048 // block_size], query_slot=row, compressed_before=row % 3 > 0
+        )
         for row, table in enumerate(tables)
     ]
     results = []
@@ -87,12 +105,13 @@ def test_a_large_batch_in_place_equals_the_twin(block_size: int) -> None:
         )  # fmt: skip
         compress(
             cache_k, cache_v, history, window, requests, CompressionSettings(window=16), workspace,
-            kernels=find_kernels(CUDA, name),
+            kernels=find_backend(CUDA, name),
         )  # fmt: skip
         results.append((cache_k, cache_v, history))
     for found, again, what in zip(results[1], results[2], ("K", "V", "history"), strict=True):
         assert torch.equal(found, again), f"{what} differs between two runs"
-    # Scores of twin and kernel round differently, so of 1,536 choices a few with nearly equal scores may differ; one
+    # Scores of twin and kernel round differently, so of 1,536 choices a few with nearly equal
+    # scores may differ; one
     # token more or less shifts many rows of its head, so heads are counted.
     differs = (results[0][0] != results[1][0]).any(dim=-1).any(dim=2)  # [layers, blocks, H_kv]
     of_request = torch.stack([differs[:, list(table)].any(dim=1) for table in tables])

@@ -1,17 +1,19 @@
-"""One closed workload that forces everything, and live runs, on the engine; what the simulator makes of them."""
+"""One closed workload that forces everything, and live runs, on the engine; what the simulator
+makes of them.
+"""
 
 from dataclasses import replace
 from typing import Any
 
-from engine.build import EngineSettings
-from engine.loading import LoadedModel
-from engine.replay import Replayed, ReplaySettings, replay
-from policies.core.limits import Limits
-from sim.redecide import Redecided, redecide
-from sim.replay import replay as simulate
 from tests.engine.engine_cases import SMALL, mixed, tiny
-from traces.run import Run
-from traces.workload import TraceRequest, Workload, WorkloadMeta
+from zlab.engine.engine import EngineSettings
+from zlab.engine.model.loader import LoadedModel
+from zlab.engine.replay import Replayed, ReplaySettings, replay
+from zlab.policies.core.plan import SchedulerLimits
+from zlab.sim.recorded_run import Redecided, redecide
+from zlab.sim.replay import replay as simulate
+from zlab.traces.recording import Run
+from zlab.traces.workload import TraceRequest, Workload, WorkloadMeta
 
 CLOSED = mixed(20, seed=7, longest=110)
 POLICIES = {  # what must have happened for the run to count
@@ -20,8 +22,31 @@ POLICIES = {  # what must have happened for the run to count
     "constrained:tokens=24,window=4": ("compressions", "prefix_hit_tokens"),
     "hybrid:tokens=40,window=4": ("preemptions", "compressions", "prefix_hit_tokens"),
     "hybrid:tokens=40,window=4,join=blocking": ("preemptions", "compressions", "prefix_hit_tokens"),
-    "hybrid:tokens=40,window=4,comes_back=swap,slotted=true": ("swaps", "compressions", "prefix_hit_tokens"),
-    "hybrid-adaptive:tokens=40,most_tokens=80,window=4": ("preemptions", "compressions", "prefix_hit_tokens"),
+    "hybrid:tokens=40,window=4,comes_back=swap,slotted=true": (
+        "swaps",
+        "compressions",
+        "prefix_hit_tokens",
+    ),
+    "hybrid-adaptive:tokens=40,most_tokens=80,window=4": (
+        "preemptions",
+        "compressions",
+        "prefix_hit_tokens",
+    ),
+    "hybrid:tokens=40,window=4,slots=none,scorer=recent": (
+        "preemptions",
+        "compressions",
+        "prefix_hit_tokens",
+    ),
+    "hybrid:tokens=24,slots=none,scorer=random,comes_back=swap": (
+        "swaps",
+        "compressions",
+        "prefix_hit_tokens",
+    ),
+    "vllm:window=4": ("preemptions", "prefix_hit_tokens"),
+    "vllm:window=4,order=strict-priority,preemption=least-urgent,max_chunk=6": (
+        "preemptions",
+        "prefix_hit_tokens",
+    ),
     "nano-vllm:window=4": ("preemptions", "prefix_hit_tokens"),
     "zipage:tokens=40,window=4": ("preemptions", "compressions", "prefix_hit_tokens"),
 }
@@ -38,7 +63,9 @@ def workload(requests: list[TraceRequest]) -> Workload:
 
 
 class CountingClock:
-    """A millisecond later whenever it is asked: arrivals fall between the same steps on any machine."""
+    """A millisecond later whenever it is asked: arrivals fall between the same steps on any
+    machine.
+    """
 
     def __init__(self) -> None:
         self._now_ns = 0
@@ -57,11 +84,15 @@ def on_engine(
 ) -> Replayed:
     chosen = settings(policy, **changes)
     settled = how or ReplaySettings(at_once=True)
-    return replay(workload(requests), chosen, settled, loaded=loaded or tiny(), clock=CountingClock())
+    return replay(
+        workload(requests), chosen, settled, loaded=loaded or tiny(), clock=CountingClock()
+    )
 
 
 def in_simulation(policy: str, of: Replayed) -> Run:
-    return simulate(workload(list(of.asked)), policy, limits=Limits(**of.run.manifest["limits"]))
+    return simulate(
+        workload(list(of.asked)), policy, limits=SchedulerLimits(**of.run.manifest["limits"])
+    )
 
 
 def decided_again(of: Replayed) -> Redecided:

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.loading import BUNDLED_PACKAGE
-from engine.replay import Replayed, ReplaySettings, replay
-from policies.spec import presets
 from tests.engine.engine_cases import prompt, request
 from tests.parity.parity_cases import (
     CLOSED,
@@ -23,8 +20,11 @@ from tests.parity.parity_cases import (
     settings,
     workload,
 )
-from traces.recording import first_difference
-from traces.workload import TraceRequest
+from zlab.engine.model.loader import BUNDLED_PACKAGE
+from zlab.engine.replay import Replayed, ReplaySettings, replay
+from zlab.policies.spec import presets
+from zlab.traces.recording import first_difference
+from zlab.traces.workload import TraceRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,8 +50,23 @@ def test_counts_that_do_not_depend_on_time_are_the_same() -> None:
     policy = "hybrid:tokens=40,window=4,comes_back=swap,slotted=true"
     of = on_engine(policy)
     simulated = in_simulation(policy, of).summary
-    timed = {"wall_s", "makespan_s", "tokens_per_s", "requests_per_s", "seconds_to_90pct", "compression_share"}
-    timed |= {"ttft_s", "tpot_s", "e2e_s", "slot_wait_s", "running_mean", "occupancy_mean", "wasted_slots_mean"}
+    timed = {
+        "wall_s",
+        "makespan_s",
+        "tokens_per_s",
+        "requests_per_s",
+        "seconds_to_90pct",
+        "compression_share",
+    }
+    timed |= {
+        "ttft_s",
+        "tpot_s",
+        "e2e_s",
+        "slot_wait_s",
+        "running_mean",
+        "occupancy_mean",
+        "wasted_slots_mean",
+    }
     assert of.run.summary.keys() == simulated.keys()
     assert {k: v for k, v in of.run.summary.items() if k not in timed} == {
         k: v for k, v in simulated.items() if k not in timed
@@ -80,7 +95,9 @@ def test_another_workload_has_another_digest() -> None:
     assert one.run.summary["digest"] != other.run.summary["digest"]
 
 
-@pytest.mark.skipif(find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed")
+@pytest.mark.skipif(
+    find_spec(BUNDLED_PACKAGE) is None, reason=f"{BUNDLED_PACKAGE} is not installed"
+)
 def test_smollm2_decides_as_the_simulator_does() -> None:
     shared = prompt(1, 32)
     requests = [request(f"s{n}", [*shared, *prompt(n + 2, 3 + n)], 10 + 4 * n) for n in range(6)]

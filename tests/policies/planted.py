@@ -5,23 +5,31 @@ from typing import Any
 
 import pytest
 
-from policies.core import admitting, giving_way, intake, room, scheduler, sharing, state
-from policies.core.admitting import plan_prefill
-from policies.core.blocks import BlockPool, BlockState
-from policies.core.decoding import Decoding
-from policies.core.events import Journal, Kind, Reason
-from policies.core.plan import StepPlan
-from policies.core.request import Phase, Request, Status
-from policies.core.scheduler import Scheduler
-from policies.core.slot_table import SlotTable
-from policies.core.state import State
+from zlab.policies.core import decode as giving_way
+from zlab.policies.core import decode as room
+from zlab.policies.core import prefill as admitting
+from zlab.policies.core import scheduler, state
+from zlab.policies.core import scheduler as intake
+from zlab.policies.core import state as sharing
+from zlab.policies.core.block_pool import BlockPool
+from zlab.policies.core.decode_batch import DecodeBatch
+from zlab.policies.core.journal import Journal
+from zlab.policies.core.plan import StepPlan
+from zlab.policies.core.prefill import plan_prefill
+from zlab.policies.core.query_slots import QuerySlots
+from zlab.policies.core.request import Request
+from zlab.policies.core.scheduler import Scheduler
+from zlab.policies.core.state import SchedulerState
+from zlab.traces.schema import BlockState, EventKind, Phase, Reason, Status
 
 Patch = pytest.MonkeyPatch
 
 
 def release_forgets_a_block(patch: Patch) -> None:
-    real = State.release
-    patch.setattr(State, "release", lambda self, request, blocks: real(self, request, blocks[1:]))
+    real = SchedulerState.release
+    patch.setattr(
+        SchedulerState, "release", lambda self, request, blocks: real(self, request, blocks[1:])
+    )
 
 
 def retain_forgets_to_count(patch: Patch) -> None:
@@ -44,7 +52,7 @@ def release_frees_shared_blocks(patch: Patch) -> None:
 
 
 def swapped_blocks_are_free_at_once(patch: Patch) -> None:
-    def swap_out(state_: State, plan: StepPlan, request: Request) -> None:
+    def swap_out(state_: SchedulerState, plan: StepPlan, request: Request) -> None:
         real(state_, plan, request)
         state_.pool.held.clear()
         blocks, request.table = request.table, []
@@ -55,7 +63,7 @@ def swapped_blocks_are_free_at_once(patch: Patch) -> None:
 
 
 def aborted_compression_keeps_its_blocks(patch: Patch) -> None:
-    def abandon(state_: State, task: Any) -> None:
+    def abandon(state_: SchedulerState, task: Any) -> None:
         real(state_, task)
         task.request.table = task.request.table[1:]
 
@@ -70,13 +78,15 @@ def shared_prefix_is_compressed_in_place(patch: Patch) -> None:
 def hit_covers_the_whole_prompt(patch: Patch) -> None:
     """The last token is computed again, but in the block that others own."""
 
-    def match(state_: State, request: Request) -> list[int]:
+    def match(state_: SchedulerState, request: Request) -> list[int]:
         if state_.index is None:
             return []
         full = min(request.content.num_blocks, request.total_tokens // state_.limits.block_size)
-        return [entry.block for entry in state_.index.match(request.content[n] for n in range(full))]
+        return [
+            entry.block for entry in state_.index.match(request.content[n] for n in range(full))
+        ]
 
-    def start(state_: State, request: Request, hits: list[int], num_new: int) -> None:
+    def start(state_: SchedulerState, request: Request, hits: list[int], num_new: int) -> None:
         real(state_, request, hits, num_new)
         request.computed_tokens = min(request.computed_tokens, request.total_tokens - 1)
         state_.book_idle(request, request.computed_tokens)
@@ -87,7 +97,7 @@ def hit_covers_the_whole_prompt(patch: Patch) -> None:
 
 
 def prompt_is_matchable_before_it_is_computed(patch: Patch) -> None:
-    def start(state_: State, request: Request, hits: list[int], num_new: int) -> None:
+    def start(state_: SchedulerState, request: Request, hits: list[int], num_new: int) -> None:
         real(state_, request, hits, num_new)
         sharing.register_prompt(state_, request, request.prompt_tokens)
 
@@ -96,12 +106,12 @@ def prompt_is_matchable_before_it_is_computed(patch: Patch) -> None:
 
 
 def slot_is_given_twice(patch: Patch) -> None:
-    def give_back(self: SlotTable, slot: int) -> None:
+    def give_back(self: QuerySlots, slot: int) -> None:
         real(self, slot)
         self._free.append(slot)
 
-    real = SlotTable.give_back
-    patch.setattr(SlotTable, "give_back", give_back)
+    real = QuerySlots.give_back
+    patch.setattr(QuerySlots, "give_back", give_back)
 
 
 def window_does_not_need_a_slot(patch: Patch) -> None:
@@ -114,7 +124,7 @@ def budget_is_not_kept(patch: Patch) -> None:
 
 def refusal_without_event(patch: Patch) -> None:
     def emit(self: Journal, kind: int, request: int, value: int = 0, blocks: Any = ()) -> None:
-        if kind != Kind.REFUSED:
+        if kind != EventKind.REFUSED:
             real(self, kind, request, value, blocks)
 
     real = Journal.emit
@@ -122,16 +132,18 @@ def refusal_without_event(patch: Patch) -> None:
 
 
 def ends_are_told_twice(patch: Patch) -> None:
-    def end(self: State, request: Request, status: Status, reason: int = 0, message: str = "") -> None:
+    def end(
+        self: SchedulerState, request: Request, status: Status, reason: int = 0, message: str = ""
+    ) -> None:
         real(self, request, status, reason, message)
         self.journal.emit(state.TERMINAL[status], request.number, reason)
 
-    real = State.end
-    patch.setattr(State, "end", end)
+    real = SchedulerState.end
+    patch.setattr(SchedulerState, "end", end)
 
 
 def join_drops_a_request(patch: Patch) -> None:
-    def join(state_: State, plan: StepPlan, task: Any) -> None:
+    def join(state_: SchedulerState, plan: StepPlan, task: Any) -> None:
         real(state_, plan, task)
         if task.request.phase is Phase.DECODE:
             state_.decoding.drop(task.request)
@@ -145,23 +157,23 @@ def victim_is_not_requeued(patch: Patch) -> None:
 
 
 def too_large_is_let_in(patch: Patch) -> None:
-    def admit(state_: State, request: Request, asked: Any) -> None:
+    def admit(state_: SchedulerState, request: Request, asked: Any) -> None:
         request.target_tokens = asked.output_tokens
 
-    patch.setattr(scheduler, "admissible", admit)
+    patch.setattr(scheduler, "validate_request", admit)
 
 
 def message_names_no_numbers(patch: Patch) -> None:
-    def refuse(state_: State, request: Request, asked: Any) -> tuple[Reason, str] | None:
+    def refuse(state_: SchedulerState, request: Request, asked: Any) -> tuple[Reason, str] | None:
         answer = real(state_, request, asked)
         return answer and (answer[0], "does not fit")
 
-    real = intake.admissible
-    patch.setattr(scheduler, "admissible", refuse)
+    real = intake.validate_request
+    patch.setattr(scheduler, "validate_request", refuse)
 
 
 def everyone_gives_way(patch: Patch) -> None:
-    def find(state_: State, plan: StepPlan, request: Request, num: int) -> bool:
+    def find(state_: SchedulerState, plan: StepPlan, request: Request, num: int) -> bool:
         enough = real(state_, plan, request, num)
         for other in list(state_.running.values())[1:]:
             if other is not request and not other.in_flight and other.phase is Phase.DECODE:
@@ -188,7 +200,7 @@ def prefills_are_thrown_out(patch: Patch) -> None:
 
 
 def newcomers_take_what_was_given_up(patch: Patch) -> None:
-    def prefill(state_: State, plan: StepPlan, budget: int) -> None:
+    def prefill(state_: SchedulerState, plan: StepPlan, budget: int) -> None:
         state_.admits = state_.admission_due = True
         plan_prefill(state_, plan, budget)
 
@@ -196,8 +208,8 @@ def newcomers_take_what_was_given_up(patch: Patch) -> None:
 
 
 def recomputed_tokens_are_forgotten(patch: Patch) -> None:
-    def preempt(state_: State, plan: StepPlan, request: Request) -> None:
-        real(state_, plan, request)
+    def preempt(state_: SchedulerState, plan: StepPlan, request: Request, *why: Any) -> None:
+        real(state_, plan, request, *why)
         request.high_water = 0
 
     real = giving_way.preempt
@@ -233,7 +245,7 @@ def first_token_is_stamped_again(patch: Patch) -> None:
 
 
 def admission_is_stamped_before_arrival(patch: Patch) -> None:
-    def enter(state_: State, request: Request) -> None:
+    def enter(state_: SchedulerState, request: Request) -> None:
         real(state_, request)
         request.first_admitted_ns = request.arrival_ns - 1 if request.arrival_ns else 0
 
@@ -256,22 +268,24 @@ def decisions_depend_on_identity(patch: Patch) -> None:
 
 
 def growth_is_skipped_in_a_stretch(patch: Patch) -> None:
-    def advance(self: Decoding, num_steps: int, pool: BlockPool, journal: Journal) -> list[tuple[int, int]]:
+    def advance(
+        self: DecodeBatch, num_steps: int, pool: BlockPool, journal: Journal, *explain: Any
+    ) -> list[tuple[int, int]]:
         for tick in range(self.tick, self.tick + num_steps):
             self._growth.take(tick)
-        return real(self, num_steps, pool, journal)
+        return real(self, num_steps, pool, journal, *explain)
 
-    real = Decoding.advance
-    patch.setattr(Decoding, "advance", advance)
+    real = DecodeBatch.fast_forward
+    patch.setattr(DecodeBatch, "fast_forward", advance)
 
 
 def a_stretch_takes_a_step_too_many(patch: Patch) -> None:
-    real = Scheduler.quiet_steps
-    patch.setattr(Scheduler, "quiet_steps", lambda self: real(self) + (1 if real(self) else 0))
+    real = Scheduler.uneventful_steps
+    patch.setattr(Scheduler, "uneventful_steps", lambda self: real(self) + (1 if real(self) else 0))
 
 
 def arrivals_do_not_end_a_stretch(patch: Patch) -> None:
-    real = Scheduler.quiet_steps
+    real = Scheduler.uneventful_steps
 
     def quiet(self: Scheduler) -> int:
         due, self.state.admission_due = self.state.admission_due, False
@@ -279,4 +293,4 @@ def arrivals_do_not_end_a_stretch(patch: Patch) -> None:
         self.state.admission_due = due
         return steps
 
-    patch.setattr(Scheduler, "quiet_steps", quiet)
+    patch.setattr(Scheduler, "uneventful_steps", quiet)

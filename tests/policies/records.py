@@ -1,26 +1,30 @@
 """Evidence made by hand for tests of gates, records and registry."""
 
-from policies.code import code_digest
-from policies.evidence import Case, Evidence, Target, make_evidence
-from policies.gates import gates_from_list
-from policies.spec import load_policy
-from policies.stored import StoredPolicy, store_policy
+from typing import Any
 
+from zlab.policies.deciding_code import code_digest
+from zlab.policies.evidence import Case, Evidence, Target, make_evidence
+from zlab.policies.gates import gates_from_list
+from zlab.policies.snapshot import PolicySnapshot, store_policy
+from zlab.policies.spec import load_policy
+
+NOT_ASKED: dict[str, Any] = {"required": False, "reason": "made by hand"}
 HERE = Target("qwen3-8b", "h200")
 GATES = ("tokens_per_s >= 1.5x", "p99_ttft <= 2 s", "laws == ok")
 
 
-def stored(spec: str = "hybrid") -> StoredPolicy:
+def stored(spec: str = "hybrid") -> PolicySnapshot:
     """A policy written down."""
     return store_policy(load_policy(spec))
 
 
 def record(
-    policy: StoredPolicy | None = None,
+    policy: PolicySnapshot | None = None,
     target: Target = HERE,
     speed: float = 2000.0,
     code: str | None = None,
     made_at: str = "2026-11-29T18:00:00Z",
+    quality: dict[str, Any] | None = NOT_ASKED,
 ) -> Evidence:
     """A record of two cases against a baseline of 1,000 tokens/s, which passes at 1,500."""
     cases = [
@@ -36,4 +40,13 @@ def record(
     ]
     setup = {"gpu": target.gpu, "model": target.model}
     chosen = stored() if policy is None else policy
-    return make_evidence(chosen, code or code_digest(), target, gates_from_list(GATES), cases, setup, made_at)
+    return make_evidence(
+        chosen,
+        code or code_digest(chosen),
+        target,
+        gates_from_list(GATES),
+        cases,
+        setup,
+        made_at,
+        quality=quality,
+    )

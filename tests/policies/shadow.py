@@ -1,27 +1,35 @@
-"""A stand-in for the GPU's memory: which token lies where, so that a wrong block is seen by its content."""
+"""A stand-in for the GPU's memory: which token lies where, so that a wrong block is seen by its
+content.
+"""
 
-from policies.core.limits import Limits
-from policies.core.plan import CompressionTask, StepPlan
-from policies.core.request import Phase, Request
-from policies.core.scheduler import Scheduler
+from zlab.policies.core.plan import CompressionTask, SchedulerLimits, StepPlan
+from zlab.policies.core.request import Request
+from zlab.policies.core.scheduler import Scheduler
+from zlab.traces.schema import Phase
 
 Token = object
 
 
 class Shadow:
-    """Writes what each step would write, as late as it may be written, and reads what it would read."""
+    """Writes what each step would write, as late as it may be written, and reads what it would
+    read.
+    """
 
-    def __init__(self, limits: Limits, scheduler: Scheduler) -> None:
+    def __init__(self, limits: SchedulerLimits, scheduler: Scheduler) -> None:
         self._size = limits.block_size
         self._scheduler = scheduler
-        self._cells: list[list[Token]] = [[None] * limits.block_size for _ in range(limits.num_blocks)]
+        self._cells: list[list[Token]] = [
+            [None] * limits.block_size for _ in range(limits.num_blocks)
+        ]
         self._reading: dict[int, tuple[CompressionTask, list[list[Token]]]] = {}
         self._kept: dict[int, list[Token]] = {}  # number -> tokens left by its last compression
         self._since: dict[int, int] = {}  # number -> text position of the first token after them
         self._host: dict[int, list[Token]] = {}
         self._swaps: list[tuple[Request, list[int], list[list[Token]]]] = []
         self._arriving: list[tuple[list[int], list[Token]]] = []
-        self._chains: dict[tuple[int, Token], int] = {}  # (what comes before, content) -> number of that history
+        self._chains: dict[
+            tuple[int, Token], int
+        ] = {}  # (what comes before, content) -> number of that history
         self._histories: dict[int, list[int]] = {}
 
     def planned(self, plan: StepPlan) -> None:
@@ -48,7 +56,11 @@ class Shadow:
         for chunk in plan.prefills:
             request, end = chunk.request, chunk.start + chunk.count
             self._same(request, self._read(request.table, chunk.start))
-            self._write(request.table, chunk.start, [self._token(request, at) for at in range(chunk.start, end)])
+            self._write(
+                request.table,
+                chunk.start,
+                [self._token(request, at) for at in range(chunk.start, end)],
+            )
         if not plan.num_decodes:
             return
         for request in self._scheduler.live():
@@ -63,7 +75,9 @@ class Shadow:
         for number in [number for number in self._reading if number not in compressing]:
             self._end_compression(number)
         for request, blocks, before in self._swaps:
-            assert [self._cells[block] for block in blocks] == before, f"{request.id}: written during its way out"
+            assert [self._cells[block] for block in blocks] == before, (
+                f"{request.id}: written during its way out"
+            )
         for blocks, tokens in self._arriving:
             self._write(blocks, 0, tokens)
         self._swaps.clear()
@@ -73,7 +87,9 @@ class Shadow:
         """The sources are still what they were; the targets are written only now."""
         task, before = self._reading.pop(number)
         request = task.request
-        assert [self._cells[block] for block in task.sources] == before, f"{request.id}: a source was written"
+        assert [self._cells[block] for block in task.sources] == before, (
+            f"{request.id}: a source was written"
+        )
         if request.to_abort:
             return
         flat = [token for cells in before for token in cells]
@@ -101,7 +117,9 @@ class Shadow:
         kept = self._kept.get(request.number, [])
         shift = self._text_before(request)
         wanted = kept + [self._token(request, at + shift) for at in range(len(kept), len(found))]
-        assert found == wanted[: len(found)], f"{request.id} reads {found}, its tokens are {wanted[: len(found)]}"
+        assert found == wanted[: len(found)], (
+            f"{request.id} reads {found}, its tokens are {wanted[: len(found)]}"
+        )
 
     def _read(self, table: list[int], count: int) -> list[Token]:
         size = self._size

@@ -3,30 +3,29 @@
 import json
 import shutil
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from policies import code
-from policies.core.request import Request
-from policies.evidence import (
+from tests.house_source import ROOT
+from tests.policies.records import HERE, record, stored
+from zlab.policies.core.request import Request
+from zlab.policies.evidence import (
     Case,
+    Evidence,
     EvidenceError,
     Target,
     evidence_from_dict,
     make_evidence,
     passes,
     read_evidence,
+    what_is_missing,
     write_evidence,
 )
-from policies.gates import Gates, gates_from_list
-from policies.spec import PolicyError, load_policy, policy_digest
-from policies.stored import store_policy, stored_from_dict
-from policies.sufficient import what_is_missing
-from tests.house_source import ROOT
-from tests.policies.records import HERE, record, stored
+from zlab.policies.gates import Gates, gates_from_list
+from zlab.policies.snapshot import store_policy, stored_from_dict
+from zlab.policies.spec import PolicyError, load_policy, policy_digest
 
 OWN = ROOT / "docs" / "examples" / "fewest_left.py"
 
@@ -58,7 +57,9 @@ def test_a_run_that_broke_off_never_passes() -> None:
     gates = gates_from_list(["refused == 0"])
     whole = Case("w", None, "0" * 64, {"refused": 0.0})
     assert passes(gates, [whole])
-    assert not passes(gates, [whole, Case("x", None, "0" * 64, {"refused": 0.0}, error="ValueError: no")])
+    assert not passes(
+        gates, [whole, Case("x", None, "0" * 64, {"refused": 0.0}, error="ValueError: no")]
+    )
     assert not passes(gates, [])
     assert not passes(Gates(()), [whole])
 
@@ -99,21 +100,38 @@ def forged(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(passed=False), "says passed = False, which its own figures do not bear out"),
-        (lambda d: d["cases"][0]["measured"].update(tokens_per_s=1.0), "says passed = True, which its own figures"),
-        (lambda d: d["cases"][0].update(error="ValueError"), "says passed = True, which its own figures"),
+        (
+            lambda d: d.update(passed=False),
+            "says passed = False, which its own figures do not bear out",
+        ),
+        (
+            lambda d: d["cases"][0]["measured"].update(tokens_per_s=1.0),
+            "says passed = True, which its own figures",
+        ),
+        (
+            lambda d: d["cases"][0].update(error="ValueError"),
+            "says passed = True, which its own figures",
+        ),
         (lambda d: d["policy"].update(digest="0" * 64), "is not what it was"),
-        (lambda d: d["policy"].update(toml=d["policy"]["toml"].replace("2048", "1024")), "is not what it was"),
+        (
+            lambda d: d["policy"].update(toml=d["policy"]["toml"].replace("2048", "1024")),
+            "is not what it was",
+        ),
         (lambda d: d["policy"].update(toml="="), "not valid TOML"),
         (lambda d: d["policy"].pop("toml"), "a stored policy has texts name, toml and digest"),
         (lambda d: d.update(policy=3), "a stored policy is an object"),
         (lambda d: d.update(gates=["token_per_s >= 1"]), "did you mean 'tokens_per_s'?"),
         (lambda d: d.pop("cases"), "lacks cases"),
         (lambda d: d["cases"][0].pop("measured"), "'measured'"),
-        (lambda d: d.update(format="zlab-evidence/9"), "its format is 'zlab-evidence/9', not 'zlab-evidence/1'"),
+        (
+            lambda d: d.update(format="zlab-evidence/9"),
+            "its format is 'zlab-evidence/9', not 'zlab-evidence/1'",
+        ),
     ],
 )
-def test_what_contradicts_itself_is_no_evidence(change: Callable[[dict[str, Any]], object], words: str) -> None:
+def test_what_contradicts_itself_is_no_evidence(
+    change: Callable[[dict[str, Any]], object], words: str
+) -> None:
     with pytest.raises(EvidenceError) as caught:
         evidence_from_dict(forged(change), "mine.json")
     assert str(caught.value).startswith("mine.json: ")
@@ -135,7 +153,9 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_left_out() -> None:
     case = Case("w", None, "0" * 64, {"p99_ttft": float("nan"), "tokens_per_s": 1.0})
-    made = make_evidence(stored(), "c", HERE, gates_from_list(["p99_ttft <= 2 s"]), [case], {"t": (1, 2)}, "now")
+    made = make_evidence(
+        stored(), "c", HERE, gates_from_list(["p99_ttft <= 2 s"]), [case], {"t": (1, 2)}, "now"
+    )
     assert made.cases[0].measured["p99_ttft"] is None
     assert not made.passed
 
@@ -148,43 +168,27 @@ def test_what_is_missing_is_said_exactly() -> None:
     for records, code_now, target, words in (
         ([fine], fine.code, there, "it is for GPU h200, not h100"),
         ([fine], fine.code, Target("qwen3-4b", "h200"), "it is for model qwen3-8b, not qwen3-4b"),
-        ([fine], "f" * 64, HERE, f"it was made with the code {fine.code[:12]} of policies/, which is ffffffffffff now"),
+        (
+            [fine],
+            "f" * 64,
+            HERE,
+            f"it was made with other deciding code: {fine.code[:12]} then, ffffffffffff now",
+        ),
         ([record(stored("hybrid:join=blocking"))], fine.code, HERE, "it is about policy"),
-        ([fine, record(speed=9.0)], fine.code, HERE, "it did not pass: tokens_per_s >= 1.5x (synth:amc23 seed 0)"),
+        (
+            [fine, record(speed=9.0)],
+            fine.code,
+            HERE,
+            "it did not pass: tokens_per_s >= 1.5x (synth:amc23 seed 0)",
+        ),
     ):
         assert words in what_is_missing(records, policy, code_now, target)
     later = record(made_at="2026-11-29T19:00:00Z")
     assert what_is_missing([fine, record(speed=9.0), later], policy, fine.code, HERE) == ""
-    nearest = what_is_missing([record(speed=9.0, code="e" * 64), record(code="d" * 64)], policy, fine.code, HERE)
+    nearest = what_is_missing(
+        [record(speed=9.0, code="e" * 64), record(code="d" * 64)], policy, fine.code, HERE
+    )
     assert nearest.index("dddd") < nearest.index("eeee")
-
-
-def test_the_code_digest_is_of_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = tmp_path / "policies"
-    shutil.copytree(str(files("policies")), copy, ignore=shutil.ignore_patterns("__pycache__"))
-
-    def digest() -> str:
-        code.code_digest.cache_clear()
-        return code.code_digest()
-
-    here = digest()
-    monkeypatch.setattr("policies.code.files", lambda _: copy)
-    assert digest() == here
-    (copy / "py.typed").write_text("x")
-    (copy / "__pycache__").mkdir()
-    assert digest() == here
-    preset, module = copy / "presets" / "hybrid.toml", copy / "slots.py"
-    module.write_bytes(module.read_bytes().replace(b"\n", b"\r\n"))
-    assert digest() == here
-    text = preset.read_text("utf-8")
-    preset.write_text(text + "\n", "utf-8")
-    assert digest() != here
-    preset.write_text(text, "utf-8")
-    assert digest() == here
-    module.rename(copy / "slots_too.py")
-    assert digest() != here
-    monkeypatch.undo()
-    assert digest() == here
 
 
 def test_an_own_policy_is_kept_with_its_source(tmp_path: Path) -> None:
@@ -202,7 +206,9 @@ def test_an_own_policy_is_kept_with_its_source(tmp_path: Path) -> None:
     assert again.order.own_spec == f"{mine}:FewestLeft"  # type: ignore[attr-defined]
     document = kept.as_dict()
     with pytest.raises(PolicyError, match="is not what it was"):
-        stored_from_dict({**document, "sources": {f"{mine}:FewestLeft": "class FewestLeft: pass\n"}})
+        stored_from_dict(
+            {**document, "sources": {f"{mine}:FewestLeft": "class FewestLeft: pass\n"}}
+        )
     with pytest.raises(PolicyError, match=r"the source text of .* is missing"):
         stored_from_dict({**document, "sources": {}})
 
@@ -218,7 +224,9 @@ def test_an_own_class_inside_an_answer_counts_too(tmp_path: Path) -> None:
         assert 'order = "first-come"' in shown
         toml = tmp_path / "mine.toml"
         toml.write_text(
-            shown.replace('order = "first-come"', "") + f'\n[order]\nkind = "shortest-output"\n{table}\n', "utf-8"
+            shown.replace('order = "first-come"', "")
+            + f'\n[order]\nkind = "shortest-output"\n{table}\n',
+            "utf-8",
         )
         kept = store_policy(load_policy(str(toml)))
         digests.append(kept.digest)
@@ -227,3 +235,33 @@ def test_an_own_class_inside_an_answer_counts_too(tmp_path: Path) -> None:
         asked: Any = Request
         assert order.predictor.predict(asked, None) == guess
     assert digests[0] != digests[1]
+
+
+def test_a_policy_that_compresses_must_show_that_answers_stay_right() -> None:
+    policy = stored()
+    silent = record(quality=None)
+    assert silent.passed
+    words = what_is_missing([silent], policy, silent.code, HERE)
+    assert "hybrid compresses, and it does not show that answers stay right" in words
+    claimed = record(quality={"required": True, "pass_at_1": 1.0})  # without a gate on it
+    assert "answers stay right" in what_is_missing([claimed], policy, claimed.code, HERE)
+    unfounded = record(quality={"required": False, "reason": " "})
+    assert "answers stay right" in what_is_missing([unfounded], policy, unfounded.code, HERE)
+    whole = record(stored("full-kv"), quality=None)
+    assert what_is_missing([whole], stored("full-kv"), whole.code, HERE) == ""
+
+
+def test_a_gate_on_answers_that_held_suffices() -> None:
+    policy = stored()
+
+    def solved(share: float) -> Evidence:
+        case = Case("w", None, "0" * 64, {"pass_at_1": share}, {"pass_at_1": 0.9})
+        gates = gates_from_list(["pass_at_1 >= 0.98x"])
+        quality = {"required": True, "pass_at_1": share}
+        code, when = record().code, "2026-12-01T00:00:00Z"
+        return make_evidence(policy, code, HERE, gates, [case], {}, when, quality=quality)
+
+    good, bad = solved(0.89), solved(0.88)
+    assert what_is_missing([good], policy, good.code, HERE) == ""
+    assert "it did not pass: pass_at_1 >= 0.98x" in what_is_missing([bad], policy, bad.code, HERE)
+    assert good.quality == {"required": True, "pass_at_1": 0.89}

@@ -1,10 +1,23 @@
 """Gates: what is read, what is refused and how, and what decides over several cases."""
 
+import re
+
 import pytest
 
-from policies.gates import Gate, GateError, State, Verdict, gates_from_list, gates_from_toml, worst
-from policies.measures import METRICS, SPELLINGS, Unit, measures_of
 from tests.house_source import ROOT
+from zlab.policies.gates import (
+    METRICS,
+    SPELLINGS,
+    Gate,
+    GateError,
+    GateVerdict,
+    State,
+    Unit,
+    gates_from_list,
+    gates_from_toml,
+    measures_of,
+    worst,
+)
 
 SHIPPED = ROOT / "docs" / "examples" / "gates.toml"
 
@@ -18,9 +31,9 @@ def one(condition: str) -> Gate:
 def test_the_example_that_ships() -> None:
     gates = gates_from_toml(SHIPPED.read_text("utf-8"), "gates.toml")
     assert [gate.metric for gate in gates.gates] == [
-        "tokens_per_s", "p99_ttft", "preemptions_per_request", "refused", "laws",
+        "requests_per_s", "p99_ttft", "preemptions_per_request", "refused", "laws",
     ]  # fmt: skip
-    assert [gate.metric for gate in gates.gates if gate.is_relative] == ["tokens_per_s"]
+    assert [gate.metric for gate in gates.gates if gate.is_relative] == ["requests_per_s"]
     assert gates_from_list(gates.as_list()) == gates
 
 
@@ -54,13 +67,22 @@ def test_a_metric_may_have_several_bounds() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('token_per_s = ">= 1"', "unknown metric 'token_per_s'; did you mean 'tokens_per_s'? (choices: tokens_per_s,"),
+        (
+            'token_per_s = ">= 1"',
+            "unknown metric 'token_per_s'; did you mean 'tokens_per_s'? (choices: tokens_per_s,",
+        ),
         ('p99_tfft = "<= 2 s"', "did you mean 'p99_ttft'?"),
-        ('p99_ttft = "=< 2 s"', "unknown comparison '=<'; did you mean '<='? (choices: >=, <=, >, <, ==)"),
+        (
+            'p99_ttft = "=< 2 s"',
+            "unknown comparison '=<'; did you mean '<='? (choices: >=, <=, >, <, ==)",
+        ),
         ('refused = "= 0"', "unknown comparison '='; did you mean '=='?"),
         ('refused = "!= 0"', "unknown comparison '!='"),
         ('p99_ttft = "2 s"', "'2 s' has no comparison (choices: >=,"),
-        ('p99_ttft = "<= 2"', "'2' has no unit (choices: s, ms, us, min, x (a factor of the baseline))"),
+        (
+            'p99_ttft = "<= 2"',
+            "'2' has no unit (choices: s, ms, us, min, x (a factor of the baseline))",
+        ),
         ('p99_ttft = "<= 2 sec"', "unknown unit 'sec'; did you mean 's'?"),
         ('p99_ttft = "<= 5 /s"', "unknown unit '/s'"),
         ('tokens_per_s = ">= 2 s"', "unknown unit 's'; did you mean '/s'?"),
@@ -87,7 +109,10 @@ def test_what_makes_no_sense_is_named_with_its_line(line: str, words: str) -> No
         ("[gates]\n", "has no gates"),
         ("", "has no gates"),
         ("gates = 3\n", "has no gates"),
-        ('[gates]\nrefused = "== 0"\n[gate]\n', "mine.toml:3: unknown table 'gate'; did you mean 'gates'?"),
+        (
+            '[gates]\nrefused = "== 0"\n[gate]\n',
+            "mine.toml:3: unknown table 'gate'; did you mean 'gates'?",
+        ),
         ('[gates]\nrefused = "== 0"\nrefused = "== 1"\n', "not valid TOML"),
         ("[gates\n", "not valid TOML"),
     ],
@@ -113,9 +138,13 @@ def test_a_file_that_is_none(text: str, words: str) -> None:
         ("refused == 0", 1.0, None, State.FAILED),
     ],
 )
-def test_how_a_gate_stands(condition: str, measured: float | None, baseline: float | None, state: State) -> None:
+def test_how_a_gate_stands(
+    condition: str, measured: float | None, baseline: float | None, state: State
+) -> None:
     gate = one(condition)
-    verdict = gate.judge({gate.metric: measured}, None if baseline is None else {gate.metric: baseline})
+    verdict = gate.judge(
+        {gate.metric: measured}, None if baseline is None else {gate.metric: baseline}
+    )
     assert verdict.state is state
     assert verdict.passed == (state is State.PASSED)
     assert gate.judge({}).state is State.UNMEASURED
@@ -128,26 +157,48 @@ def test_words() -> None:
     assert gate.judge({"laws": None}).state is State.UNMEASURED
 
 
-def verdicts(condition: str, *pairs: tuple[float | None, float]) -> list[Verdict]:
+def verdicts(condition: str, *pairs: tuple[float | None, float]) -> list[GateVerdict]:
     gate = one(condition)
     return [gate.judge({gate.metric: value}, {gate.metric: under}) for value, under in pairs]
 
 
 def test_the_worst_case_decides() -> None:
-    assert worst(verdicts("tokens_per_s >= 1.5x", (3000.0, 1000.0), (160.0, 100.0), (9000.0, 2000.0))) == 1
+    assert (
+        worst(verdicts("tokens_per_s >= 1.5x", (3000.0, 1000.0), (160.0, 100.0), (9000.0, 2000.0)))
+        == 1
+    )
     assert worst(verdicts("p99_ttft <= 2 s", (1.0, 0.0), (1.9, 0.0), (1.5, 0.0))) == 1
     assert worst(verdicts("refused == 0", (0.0, 0.0), (3.0, 0.0), (1.0, 0.0))) == 1
-    assert worst(verdicts("tokens_per_s >= 1.5x", (10.0, 1000.0), (None, 100.0), (9000.0, 2000.0))) == 1
+    assert (
+        worst(verdicts("tokens_per_s >= 1.5x", (10.0, 1000.0), (None, 100.0), (9000.0, 2000.0)))
+        == 1
+    )
     assert worst(verdicts("refused == 0", (0.0, 0.0), (0.0, 0.0))) == 0
 
 
 SUMMARY = {
-    "requests_finished": 8, "requests_refused": 1, "requests_aborted": 1, "requests_failed": 0, "preemptions": 25,
-    "compressions": 5, "slot_wait_s": 2.5, "recomputed_tokens": 30, "prefill_tokens": 120, "tokens_per_s": 99.5,
-    "requests_per_s": 2.0, "makespan_s": 4.0, "seconds_to_90pct": None, "compression_share": 0.01,
-    "occupancy_mean": 0.5, "occupancy_max": 1.0, "running_mean": 3.5,
-    **{key: {"mean": 1.0, "p50": 0.5, "p90": 2.0, "p99": None} for key in ("ttft_s", "tpot_s", "e2e_s")},
-}  # fmt: skip
+    "requests_finished": 8,
+    "requests_refused": 1,
+    "requests_aborted": 1,
+    "requests_failed": 0,
+    "preemptions": 25,
+    "compressions": 5,
+    "slot_wait_s": 2.5,
+    "recomputed_tokens": 30,
+    "prefill_tokens": 120,
+    "tokens_per_s": 99.5,
+    "requests_per_s": 2.0,
+    "makespan_s": 4.0,
+    "seconds_to_90pct": None,
+    "compression_share": 0.01,
+    "occupancy_mean": 0.5,
+    "occupancy_max": 1.0,
+    "running_mean": 3.5,
+    **{
+        key: {"mean": 1.0, "p50": 0.5, "p90": 2.0, "p99": None}
+        for key in ("ttft_s", "tpot_s", "e2e_s")
+    },
+}
 
 
 def test_metrics_from_the_figures_of_a_run() -> None:
@@ -160,9 +211,14 @@ def test_metrics_from_the_figures_of_a_run() -> None:
     assert found["p50_ttft"] == 0.5
     assert found["p99_ttft"] is None
     assert found["seconds_to_90pct"] is None
-    empty = measures_of(SUMMARY | dict.fromkeys((key for key in SUMMARY if key.startswith("requests_")), 0))
+    empty = measures_of(
+        SUMMARY | dict.fromkeys((key for key in SUMMARY if key.startswith("requests_")), 0)
+    )
     assert empty["preemptions_per_request"] is None
-    assert measures_of(SUMMARY | {"recomputed_tokens": 0, "prefill_tokens": 0})["recomputed_share"] == 0.0
+    assert (
+        measures_of(SUMMARY | {"recomputed_tokens": 0, "prefill_tokens": 0})["recomputed_share"]
+        == 0.0
+    )
 
 
 def test_every_unit_of_numbers_has_its_own_spelling() -> None:
@@ -175,3 +231,34 @@ def test_every_unit_of_numbers_has_its_own_spelling() -> None:
 def test_the_line_is_found_in_a_flat_file() -> None:
     with pytest.raises(GateError, match=r"^mine\.toml:2: p99_ttft: '1' has no unit"):
         gates_from_toml('gates.refused = "== 0"\ngates.p99_ttft = "<= 1"\n', "mine.toml")
+
+
+def test_quality_is_required_unless_the_file_has_a_reason() -> None:
+    plain = gates_from_toml('[gates]\nrefused = "== 0"\n')
+    assert (plain.quality.required, plain.quality.reason) == (True, "")
+    waived = gates_from_toml(
+        '[gates]\nrefused = "== 0"\n[quality]\nrequired = false\nreason = " a toy "\n'
+    )
+    assert (waived.quality.required, waived.quality.reason) == (False, "a toy")
+    assert plain.with_quality().as_list() == ["refused == 0", "pass_at_1 >= 0.98x"]
+    own = gates_from_toml('[gates]\npass_at_1 = ">= 90 %"\n')
+    assert own.with_quality().as_list() == ["pass_at_1 >= 90 %"]
+    verdict = own.check({"pass_at_1": 0.91})[0]
+    assert (verdict.passed, verdict.limit) == (True, 0.9)
+    assert not own.check({"pass_at_1": 0.89})[0].passed
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("required = false", ":3: quality that is not required needs a reason"),
+        ('required = false\nreason = " "', "needs a reason"),
+        ('reason = "why"', "a reason is for required = false, not 'why'"),
+        ('required = "no"', "quality needs required = true or false"),
+        ("requierd = false", ":4: unknown setting of quality 'requierd'; did you mean 'required'?"),
+    ],
+)
+def test_a_wrong_table_of_quality_is_named(table: str, words: str) -> None:
+    text = f'[gates]\nrefused = "== 0"\n[quality]\n{table}\n'
+    with pytest.raises(GateError, match=re.escape(words)):
+        gates_from_toml(text, "mine.toml")

@@ -1,21 +1,26 @@
-"""The small inputs of ../shared/cases that broke other engines, as far as scheduling is concerned."""
+"""The small inputs of ../shared/cases that broke other engines, as far as scheduling is concerned.
+
+The small inputs of ../shared/cases that broke other engines, about blocks: shared, freed, held,
+cached.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from policies.core.errors import DuplicateRequestError
-from policies.core.events import Kind, Reason
-from policies.core.limits import Limits
-from policies.core.policy import Join
-from policies.core.request import Phase, Status
-from policies.core.scheduler import Scheduler
-from policies.spec import PolicyError, load_policy, policy_from_toml, presets
-from tests.policies.drive import Job, drive
+from tests.policies import laws
+from tests.policies.drive import Driver, Job, drive
 from tests.policies.shared_cases import STEP_NS, case, job, lawful, named, read
 from tests.shared import needs_shared
-from traces.workload import TraceRequest
+from zlab.policies.core.block_pool import PrefixIndex
+from zlab.policies.core.plan import DuplicateRequestError, SchedulerLimits
+from zlab.policies.core.policy import Join
+from zlab.policies.core.scheduler import Scheduler
+from zlab.policies.options import FullBlocks
+from zlab.policies.spec import PolicyError, load_policy, policy_from_toml, presets
+from zlab.traces.schema import EventKind, Phase, Reason, Status
+from zlab.traces.workload import TraceRequest
 
 pytestmark = needs_shared
 
@@ -33,7 +38,9 @@ def test_b01_a_prompt_that_never_fits_does_not_freeze_the_queue(policy: str) -> 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9])
 @pytest.mark.parametrize("policy", list(presets()))
 def test_b01b_a_reserve_freezes_nobody(policy: str, share: float) -> None:
-    """The watermark holds only while others run: who needs the whole pool gets it alone, so capacity is the pool."""
+    """The watermark holds only while others run: who needs the whole pool gets it alone, so
+    capacity is the pool.
+    """
     base = case("B01b", policy)
     policy_ = replace(base.policy, admission=replace(base.policy.admission, watermark_share=share))  # type: ignore[type-var]
     run = named(lawful(replace(base, policy=policy_)))
@@ -64,7 +71,11 @@ def test_b02_at_every_length_around_the_wall(max_tokens: int | None) -> None:
     asked = replace(base.jobs[0].request, max_tokens=max_tokens, output_tokens=max_tokens)
     request = named(lawful(replace(base, jobs=(Job(asked),))))["A"]
     if max_tokens is None:
-        assert (request.status, request.generated, request.reason) == (Status.FINISHED, 2, Reason.LENGTH)
+        assert (request.status, request.generated, request.reason) == (
+            Status.FINISHED,
+            2,
+            Reason.LENGTH,
+        )
     else:
         assert request.status is (Status.FINISHED if max_tokens <= 2 else Status.REFUSED)
 
@@ -76,9 +87,17 @@ def test_b04_no_ping_pong_during_chunked_prefill() -> None:
     assert requests["L"].preemptions <= 1
     assert requests["R"].preemptions == 0
     times = run.token_ns[requests["R"].number]
-    assert all(after - before == STEP_NS for before, after in pairwise(times)), "R decodes in every step"
-    admitted = next(place for place, row in enumerate(run.rows) if row[1:3] == (Kind.ADMITTED, requests["L"].number))
-    assert run.rows[admitted + 1][1:] == (Kind.TOOK, requests["L"].number, 0, 6), "it gets all of its blocks or none"
+    assert all(after - before == STEP_NS for before, after in pairwise(times)), (
+        "R decodes in every step"
+    )
+    admitted = next(
+        place
+        for place, row in enumerate(run.rows)
+        if row[1:3] == (EventKind.ADMITTED, requests["L"].number)
+    )
+    assert run.rows[admitted + 1][1:] == (EventKind.TOOK, requests["L"].number, 0, 6), (
+        "it gets all of its blocks or none"
+    )
 
 
 def test_b06_steady_prefill_does_not_starve_decode() -> None:
@@ -88,7 +107,9 @@ def test_b06_steady_prefill_does_not_starve_decode() -> None:
 
 
 def test_b06_prefill_is_not_starved_either() -> None:
-    """As many decodes as a step takes tokens: whoever is admitted still gets its prompt computed."""
+    """As many decodes as a step takes tokens: whoever is admitted still gets its prompt
+    computed.
+    """
     base = case("B06")
     limits = replace(base.limits, max_batched_tokens=4)
     jobs = tuple(Job(TraceRequest(f"r{n}", 12, 60, max_tokens=60)) for n in range(12))
@@ -103,15 +124,19 @@ def test_b08_a_preempted_request_keeps_its_turn(back: str) -> None:
     policy = load_policy(f"full-kv:preemption.comes_back={back}")
     run = lawful(replace(base, policy=policy, limits=replace(base.limits, host_blocks=10)))
     assert sum(request.preemptions for request in run.requests) > 0
-    again = [row[2] for row in run.of(Kind.ADMITTED, Kind.SWAP_IN)]
-    assert again.index(1, again.index(1) + 1) < again.index(2), "B is back before C is admitted at all"
+    again = [row[2] for row in run.of(EventKind.ADMITTED, EventKind.SWAP_IN)]
+    assert again.index(1, again.index(1) + 1) < again.index(2), (
+        "B is back before C is admitted at all"
+    )
 
 
 def test_b10_a_request_that_compresses_hides_nobody() -> None:
     base = case("B10")
     for join in Join:
         answer = replace(base.policy.compression, join=join)  # type: ignore[type-var]
-        run = lawful(replace(base, policy=replace(base.policy, compression=answer), copy_ns=5 * STEP_NS))
+        run = lawful(
+            replace(base, policy=replace(base.policy, compression=answer), copy_ns=5 * STEP_NS)
+        )
         assert {request.status for request in run.requests} == {Status.FINISHED}
         assert named(run)["A"].compressions > 0
 
@@ -120,11 +145,17 @@ def test_b10_while_one_compresses_long_the_others_decode() -> None:
     base = case("B10")
     answer = replace(base.policy.compression, join=Join.WHEN_DONE)  # type: ignore[type-var]
     lengths = zip(base.jobs, (8, 1), strict=False)
-    only = tuple(replace(one, request=replace(one.request, prompt_tokens=length)) for one, length in lengths)
-    run = drive(replace(base, policy=replace(base.policy, compression=answer), copy_ns=40 * STEP_NS, jobs=only))
-    first = run.of(Kind.COMPRESSING)[0]
+    only = tuple(
+        replace(one, request=replace(one.request, prompt_tokens=length)) for one, length in lengths
+    )
+    run = drive(
+        replace(
+            base, policy=replace(base.policy, compression=answer), copy_ns=40 * STEP_NS, jobs=only
+        )
+    )
+    first = run.of(EventKind.COMPRESSING)[0]
     other = run.requests[1 - first[2]]
-    joined = next(row[0] for row in run.of(Kind.COMPRESSED) if row[2] == first[2])
+    joined = next(row[0] for row in run.of(EventKind.COMPRESSED) if row[2] == first[2])
     meanwhile = [step for step in range(first[0], joined) if run.decodes.get(step)]
     assert len(meanwhile) >= 4, f"{other.id} goes on while the other is compressed"
 
@@ -152,7 +183,9 @@ def test_b28_a_prefill_without_output_leaves_its_prefix(policy: str) -> None:
 def test_b29_an_id_twice() -> None:
     row = read("B29")
     asked = [job(item).request for item in row["requests"]]
-    scheduler = Scheduler(load_policy("full-kv"), Limits(row["pool_blocks"], row["block_size"]))
+    scheduler = Scheduler(
+        load_policy("full-kv"), SchedulerLimits(row["pool_blocks"], row["block_size"])
+    )
     first = scheduler.submit(asked[0], 0)
     with pytest.raises(DuplicateRequestError, match="'x'"):
         scheduler.submit(asked[1], 0)
@@ -167,7 +200,9 @@ def test_b29_an_id_twice() -> None:
 
 
 def test_b29_an_aborted_id_is_free_at_once_and_means_the_new_one() -> None:
-    """While the old request's copy is still in flight, nothing that happens to it may touch the new one."""
+    """While the old request's copy is still in flight, nothing that happens to it may touch the new
+    one.
+    """
     base = case("B20")
     scheduler = Scheduler(base.policy, base.limits)
     for one in base.jobs:
@@ -201,7 +236,13 @@ def test_b27_an_empty_prompt_is_refused_and_the_others_run(policy: str) -> None:
 def test_b36_the_first_token_is_the_one_the_user_saw(back: str) -> None:
     base = case("B36")
     policy = load_policy(f"full-kv:preemption.comes_back={back}")
-    of = replace(base, policy=policy, limits=replace(base.limits, host_blocks=10), decode_ns=17, prefill_ns=91)
+    of = replace(
+        base,
+        policy=policy,
+        limits=replace(base.limits, host_blocks=10),
+        decode_ns=17,
+        prefill_ns=91,
+    )
     run = lawful(of)
     victim = max(run.requests, key=lambda request: request.preemptions)
     assert victim.preemptions > 0
@@ -213,9 +254,13 @@ def test_b36_the_first_token_is_the_one_the_user_saw(back: str) -> None:
 def test_b43_an_unknown_option_is_an_error_that_names_the_nearest() -> None:
     wrong = "redundncy_lambda = 0.2"
     assert wrong in read("B43")["do"]
-    text = presets()["hybrid"].replace('compression = "by-score"', f'compression = {{ kind = "by-score", {wrong} }}')
+    text = presets()["hybrid"].replace(
+        'compression = "by-score"', f'compression = {{ kind = "by-score", {wrong} }}'
+    )
     assert wrong in text
-    nearest = r"'redundncy_lambda'; did you mean 'redundancy_lambda'\? \(choices: .*redundancy_lambda.*\)"
+    nearest = (
+        r"'redundncy_lambda'; did you mean 'redundancy_lambda'\? \(choices: .*redundancy_lambda.*\)"
+    )
     with pytest.raises(PolicyError, match=nearest):
         policy_from_toml(text)
     with pytest.raises(PolicyError, match=nearest):
@@ -224,3 +269,124 @@ def test_b43_an_unknown_option_is_an_error_that_names_the_nearest() -> None:
         load_policy("hybrid:compression.redundncy_lambda=0.2")
     with pytest.raises(PolicyError, match="'prefixx'; did you mean 'prefix'"):
         policy_from_toml(presets()["hybrid"].replace("prefix =", "prefixx ="))
+
+
+def test_b12_a_whole_cached_prompt_computes_its_last_token_in_a_block_of_its_own() -> None:
+    for preset in ("full-kv", "nano-vllm", "hybrid"):
+        run = lawful(case("B12", preset))  # the audit sees every write to a shared block
+        second = named(run)["B"]
+        assert second.hit_tokens == 4
+        rows = [
+            (EventKind(kind), value, num)
+            for _, kind, number, value, num in run.rows
+            if number == second.number
+        ]
+        assert (EventKind.HIT, 4, 1) in rows
+        assert (EventKind.TOOK, 0, 1) in rows
+        assert (EventKind.CHUNK, 4, 0) in rows
+
+
+def test_b12_the_last_token_alone_when_the_prompt_is_one_longer() -> None:
+    base = case("B12")
+    jobs = tuple(
+        replace(one, request=replace(one.request, prompt_ids=(*range(1, 10),), prompt_tokens=9))
+        for one in base.jobs
+    )
+    second = named(lawful(replace(base, jobs=jobs)))["B"]
+    assert second.hit_tokens == 8
+
+
+def test_b15_colliding_hashes_serve_nobody_elses_blocks() -> None:
+    of = case("B15")
+    jobs = (
+        *of.jobs,
+        replace(of.jobs[0], request=replace(of.jobs[0].request, id="C"), arrival_ns=2 * 10**9),
+    )
+    of = replace(of, jobs=jobs)
+    collides = drive(of, index=PrefixIndex(block_hash=lambda parent, content, salt: 7))
+    laws.same_decisions(collides, drive(of))
+    hits = {request.id: request.hit_tokens for request in collides.requests}
+    assert hits == {"A": 0, "B": 0, "C": 4}
+
+
+def test_b18_no_block_is_freed_twice() -> None:
+    run = lawful(case("B18"))
+    sharer, compressed = named(run)["B"], named(run)["A"]
+    assert sharer.hit_tokens == 8
+    assert compressed.compressions > 0
+    pool = run.scheduler.state.pool
+    with pytest.raises(AssertionError, match="block 3 has no owner"):
+        pool.release(3)
+    with pytest.raises(AssertionError, match="block 3 has 0 owners"):
+        pool.release_private([3])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_b18_a_sharer_ends_while_the_other_compresses(keep: bool) -> None:
+    """The copy takes long; the shared blocks are read to its end and then given up once."""
+    base = case("B18")
+    answer = replace(base.policy.compression, join=Join.WHEN_DONE)  # type: ignore[type-var]
+    policy = replace(base.policy, compression=answer, prefix=FullBlocks(keep))
+    for output in range(1, 12):
+        sharer = replace(
+            base.jobs[1],
+            request=replace(base.jobs[1].request, output_tokens=output, max_tokens=output),
+        )
+        run = lawful(replace(base, policy=policy, jobs=(base.jobs[0], sharer), copy_ns=3 * STEP_NS))
+        assert named(run)["A"].generated == 20
+
+
+@pytest.mark.parametrize("join", list(Join))
+def test_b20_an_abort_holds_the_blocks_until_the_copy_is_over(join: Join) -> None:
+    base = case("B20")
+    answer = replace(base.policy.compression, join=join)  # type: ignore[type-var]
+    policy = replace(base.policy, compression=answer)
+    driver = Driver(replace(base, policy=policy, copy_ns=4 * STEP_NS))
+    scheduler, now = driver.scheduler, 0
+    for one in base.jobs:
+        scheduler.submit(one.request, 0)
+    while not (plan := scheduler.plan(now)).compressions:  # type: ignore[union-attr]
+        now += STEP_NS
+        scheduler.commit(plan, now)  # type: ignore[arg-type]
+    assert plan is not None
+    task = plan.compressions[0]
+    used = {*task.sources, *task.targets}
+    scheduler.commit(plan, now)
+    scheduler.abort(task.request.id, now)
+    if join is not Join.BLOCKING:
+        assert all(scheduler.state.pool.refs[block] for block in used), (
+            "held: the copy still reads and writes them"
+        )
+        assert task.request.in_flight
+    if join is Join.WHEN_DONE:
+        scheduler.plan(now)
+        assert all(scheduler.state.pool.refs[block] for block in used), (
+            "not reported as finished: still held"
+        )
+        scheduler.finished_compressions([task.request.number])
+    other = next(iter(set(scheduler.live()) - {task.request}))
+    scheduler.plan(now)
+    mine = set(other.table)
+    assert not [block for block in used - mine if scheduler.state.pool.refs[block]], (
+        "all of them are free now"
+    )
+    assert task.request.status is Status.ABORTED
+    assert scheduler.state.pool.num_used == len(mine)
+
+
+def test_b24_the_only_user_of_a_prefix_leaves_it_to_the_cache() -> None:
+    kept = lawful(case("B24"))
+    assert named(kept)["A"].compressions > 0
+    assert named(kept)["B"].hit_tokens == 8
+    assert not kept.of(EventKind.PREFIX_LOST)
+    base = case("B24")
+    lost = lawful(replace(base, policy=replace(base.policy, prefix=FullBlocks(keep=False))))
+    assert named(lost)["B"].hit_tokens == 0
+    assert [row[3] for row in lost.of(EventKind.PREFIX_LOST)] == [2]
+
+
+def test_b24_without_room_the_prefix_is_given_up_and_counted() -> None:
+    base = case("B24")
+    tight = replace(base, limits=replace(base.limits, num_blocks=3))
+    run = lawful(replace(tight, jobs=base.jobs[:1]))
+    assert [row[3] for row in run.of(EventKind.PREFIX_LOST)] == [2]

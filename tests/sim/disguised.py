@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from policies.core.limits import Limits
-from sim.cost import CostModel
-from sim.replay import replay
-from traces.asked import AskedFile
-from traces.recording import Recording
-from traces.workload import Workload
+from zlab.policies.core.plan import SchedulerLimits
+from zlab.sim.cost_model import CostModel
+from zlab.sim.replay import replay
+from zlab.traces.recording import AskedFile, Recording
+from zlab.traces.workload import Workload
 
-LIMITS = Limits(num_blocks=48, block_size=16, max_batched_tokens=256, max_running=12, max_model_len=1024)
+LIMITS = SchedulerLimits(
+    num_blocks=48, block_size=16, max_batched_tokens=256, max_running=12, max_model_len=1024
+)
 
 
 def disguised(
@@ -19,7 +20,7 @@ def disguised(
     load: Workload,
     policy: str,
     cost: CostModel,
-    limits: Limits = LIMITS,
+    limits: SchedulerLimits = LIMITS,
     plan_ahead: bool = False,
     **manifest: Any,
 ) -> Path:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from policies.core.limits import Limits
-from sim.cost import CostModel
-from tests.sim.simulate import LIMITS, cost_of, request, simulate, workload
-from traces.metrics import column
-from traces.synthetic import fixed
+from tests.sim.cases import LIMITS, cost_of, request, simulate, workload
+from zlab.policies.core.plan import SchedulerLimits
+from zlab.sim.cost_model import CostModel
+from zlab.traces.metrics import column
+from zlab.traces.synthetic import fixed
 
 
 def test_a_single_request_takes_its_prefill_and_its_decodes() -> None:
@@ -26,7 +26,9 @@ def test_a_single_request_takes_its_prefill_and_its_decodes() -> None:
 
 
 def test_a_chunked_prompt_takes_one_step_a_chunk() -> None:
-    limits = Limits(num_blocks=512, block_size=16, max_batched_tokens=64, max_running=8, max_model_len=8192)
+    limits = SchedulerLimits(
+        num_blocks=512, block_size=16, max_batched_tokens=64, max_running=8, max_model_len=8192
+    )
     run = simulate(workload(request("a", 200, 1)), limits=limits)
     cost = cost_of()
     starts = [0, 64, 128, 192]
@@ -55,7 +57,8 @@ def test_blocks_of_one_compressed_request_never_exceed_its_budget() -> None:
     run = simulate(workload(request("a", 10, 400)), policy)
     used = LIMITS.num_blocks - column(run.steps, "free_blocks")
     assert used.max() == budget
-    # it is full at budget * size positions, and again after every size tokens: from then on one compression a block
+    # it is full at budget * size positions, and again after every size tokens: from then on one
+    # compression a block
     assert run.summary["compressions"] == (10 + 400 - 1 - (budget - 1) * size) // size - (
         (10 + 400 - 1 - (budget - 1) * size) % size == 0
     )
@@ -63,11 +66,15 @@ def test_blocks_of_one_compressed_request_never_exceed_its_budget() -> None:
 
 def test_waiting_time_of_one_server_with_equal_services() -> None:
     """M/D/1: with arrivals at rate r and service S, the mean wait is rho * S / (2 * (1 - rho))."""
-    limits = Limits(num_blocks=64, block_size=16, max_batched_tokens=4096, max_running=1, max_model_len=8192)
+    limits = SchedulerLimits(
+        num_blocks=64, block_size=16, max_batched_tokens=4096, max_running=1, max_model_len=8192
+    )
     cost = cost_of()
     prompt, output = 64, 8
     service = cost.step_seconds(0, 0, prompt, prompt * (prompt + 1) // 2, 1)
-    service += sum(cost.decode_seconds(1, context) for context in range(prompt + 1, prompt + output))
+    service += sum(
+        cost.decode_seconds(1, context) for context in range(prompt + 1, prompt + output)
+    )
     rho = 0.7
     load = fixed(15_000, prompt, output, rho / service, seed=11)
     waits = column(simulate(load, limits=limits).requests, "queued_s")
@@ -85,6 +92,10 @@ def test_a_compression_beside_nothing_takes_what_it_takes_alone(join: str) -> No
     row = run.requests.to_pylist()[0]
     assert row["compressions"] == 1
     decodes = [10 + done for done in range(1, 55)] + [48 + more for more in range(1, 6)]
-    expected = cost.step_seconds(0, 0, 10, 55, 1) + sum(cost.decode_seconds(1, context) for context in decodes) + alone
+    expected = (
+        cost.step_seconds(0, 0, 10, 55, 1)
+        + sum(cost.decode_seconds(1, context) for context in decodes)
+        + alone
+    )
     assert row["finish_s"] == pytest.approx(expected, abs=1e-6)
     assert run.summary["compression_share"] == pytest.approx(alone / expected, rel=1e-4)

@@ -1,4 +1,6 @@
-"""Prediction against live, where the truth is known: recordings simulated with costs of our choice."""
+"""Prediction against live, where the truth is known: recordings simulated with costs of our
+choice.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.cost import COEFFICIENT_UNITS, CostModel
-from sim.drift import FLOORS, Drift, Gap, drift
-from sim.recorded import RecordedRun
+from tests.sim.cases import cost_of, request, workload
 from tests.sim.disguised import LIMITS, change_manifest, disguised
-from tests.sim.simulate import cost_of, request, workload
-from traces.metrics import summarize
-from traces.recording import FolderRecorder, Recording
-from traces.windows import FIGURES, cut
-from traces.workload import Workload
+from zlab.sim.cost_model import COEFFICIENT_UNITS, CostModel
+from zlab.sim.fidelity import FLOORS, Drift, Gap, drift
+from zlab.sim.recorded_run import RecordedRun
+from zlab.traces.metrics import FIGURES, cut, summarize
+from zlab.traces.recording import FolderRecorder, Recording
+from zlab.traces.workload import Workload
 
 POLICY = "hybrid:budget.tokens=96"
 COST = cost_of(POLICY)
@@ -30,7 +31,9 @@ def slower(factor: float) -> CostModel:
 def load(gap_s: float = 0.02, count: int = 60, seed: int = 1) -> Workload:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(20, 180, (count, 2)).tolist()
-    return workload(*(request(str(at), size[0], size[1], gap_s * at) for at, size in enumerate(sizes)))
+    return workload(
+        *(request(str(at), size[0], size[1], gap_s * at) for at, size in enumerate(sizes))
+    )
 
 
 def live(folder: Path, cost: CostModel = COST, policy: str = POLICY, **more: Any) -> RecordedRun:
@@ -71,13 +74,19 @@ def test_a_slow_hour_shows_in_its_windows_alone(tmp_path: Path) -> None:
     """The first half of the day goes as predicted; then steps take twice as long."""
     folder = disguised(tmp_path / "day", load(gap_s=0.1), POLICY, COST)
     recording = Recording(folder)
-    tables = {name: recording.table(name).to_pydict() for name in ("requests", "steps", "events", "blocks")}
+    tables = {
+        name: recording.table(name).to_pydict()
+        for name in ("requests", "steps", "events", "blocks")
+    }
     middle = 3.0
 
     def later(moment: float) -> float:
         return moment if not moment > middle else middle + 2.0 * (moment - middle)
 
-    for table, names in (("steps", ("start_s", "end_s")), ("requests", ("first_token_s", "finish_s", "arrival_s"))):
+    for table, names in (
+        ("steps", ("start_s", "end_s")),
+        ("requests", ("first_token_s", "finish_s", "arrival_s")),
+    ):
         for name in names:
             tables[table][name] = [later(moment) for moment in tables[table][name]]
     changed = FolderRecorder(tmp_path / "changed", recording.manifest)
@@ -109,11 +118,15 @@ def test_a_request_that_was_called_off_ends_where_it_did(tmp_path: Path) -> None
     numbers = run.requests["number"].to_pylist()
     columns = run.requests.to_pydict()
     for name, value in (("status", "aborted"), ("output_tokens", 7)):
-        columns[name] = [value if at < 10 else old for at, old in zip(numbers, columns[name], strict=True)]
+        columns[name] = [
+            value if at < 10 else old for at, old in zip(numbers, columns[name], strict=True)
+        ]
     run.requests = run.requests.from_pydict(columns, schema=run.requests.schema)
     asked = list(run.load())
     assert [row.output_tokens for row in asked[:10]] == [7] * 10
-    assert [row.output_tokens for row in asked[10:]] == [row.output_tokens for row in list(load())[10:]]
+    assert [row.output_tokens for row in asked[10:]] == [
+        row.output_tokens for row in list(load())[10:]
+    ]
 
 
 def test_a_killed_recording_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -126,11 +139,22 @@ def test_a_killed_recording_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
     rows = [row for row in run.requests.to_pylist() if row["number"] in arrived]
     for row in rows:
         if row["finish_step"] > last:
-            row |= {"status": "unfinished", "finish_step": -1, "finish_s": float("nan"), "output_tokens": 3}
+            row |= {
+                "status": "unfinished",
+                "finish_step": -1,
+                "finish_s": float("nan"),
+                "output_tokens": 3,
+            }
     cut_short = FolderRecorder(tmp_path / "cut", dict(run.manifest))
-    for name, table in (("steps", run.steps.slice(0, last + 1)), ("events", events), ("blocks", blocks)):
+    for name, table in (
+        ("steps", run.steps.slice(0, last + 1)),
+        ("events", events),
+        ("blocks", blocks),
+    ):
         cut_short.write(name, {column: table[column].to_pylist() for column in table.column_names})
-    cut_short.write("requests", {name: [row[name] for row in rows] for name in run.requests.column_names})
+    cut_short.write(
+        "requests", {name: [row[name] for row in rows] for name in run.requests.column_names}
+    )
     cut_short.close(**{**run.manifest, "complete": False, "num_steps": last + 1})
     (tmp_path / "cut" / "asked.jsonl").write_bytes((tmp_path / "run" / "asked.jsonl").read_bytes())
     found = drift(RecordedRun(tmp_path / "cut"), COST)
@@ -153,7 +177,9 @@ def test_a_killed_recording_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
         (1.0, None, 0.1, False),
     ],
 )
-def test_within(live_value: float | None, predicted: float | None, tolerance: float, expected: bool) -> None:
+def test_within(
+    live_value: float | None, predicted: float | None, tolerance: float, expected: bool
+) -> None:
     assert Gap("preemptions_per_request", live_value, predicted).is_within(tolerance) is expected
 
 

@@ -10,12 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from engine.build import EngineSettings
-from sim.errors import SimError
-from sim.hardware import GIB, GPUS, MODELS
-from sim.memory import MemoryPlanError, MemorySettings, activation_bytes, plan_memory
-from sim.scenario import Scenario
-from zlab.memory import memory
+from zlab.cli.memory import memory
+from zlab.engine.engine import EngineSettings
+from zlab.policies.spec import load_policy
+from zlab.sim.memory import (
+    MemoryPlanError,
+    MemorySettings,
+    activation_bytes,
+    attention_workspace_bytes,
+    plan_memory,
+    workspace_blocks,
+)
+from zlab.sim.replay import Scenario, default_limits
+from zlab.sim.specs import GIB, GPUS, MODELS, SimError
 
 H200, QWEN3_8B = GPUS["h200"], MODELS["qwen3-8b"]
 STEP_TOKENS = 8192
@@ -25,17 +32,25 @@ HYBRID = MemorySettings(num_slots=56, budget_blocks=9, max_batched_tokens=STEP_T
 def test_terms_of_qwen3_8b_on_h200_by_hand() -> None:
     plan = plan_memory(H200, QWEN3_8B, HYBRID)
     assert plan.weight_bytes == 2 * 8_190_735_360
-    # Residual and the MLP's input (2 x 4096), gate, up and product (3 x 12288), of 8,192 tokens in bf16.
+    # Residual and the MLP's input (2 x 4096), gate, up and product (3 x 12288), of 8,192 tokens in
+    # bf16.
     assert plan.activation_bytes == 8_192 * (2 * 4096 + 3 * 12_288) * 2
-    assert plan.reserve_bytes == 3 * GIB // 2
+    assert plan.reserve_bytes == 3 * GIB
+    # 256 requests and one that pads, each in 40 splits of 1,024 tokens.
+    assert plan.attention_workspace_bytes == 257 * 40 * 32 * (128 + 1) * 4
     assert plan.query_slot_bytes == 56 * 36 * 16 * 32 * 128 * 2
-    assert plan.score_cache_bytes == 56 * 9 * 256 * 36 * 8 * 4
-    # One prompt of 40,960 tokens is more than 8 sequences of 9 blocks: five 4-byte values per layer and head,
-    # and a layer's K and V.
-    assert plan.workspace_bytes == 40_960 * (36 * 8 * 5 * 4 + 2 * 8 * 128 * 2)
+    # One request of 40,960 tokens, 161 blocks with one to grow into, is more than 16 of 9 blocks:
+    # four 4-byte values per layer and head and token; for each tile, here a block, and each request
+    # the maximum and the sum, and for each request the normaliser, of 4 query heads x 16 queries.
+    values = 4 * 161 * 256 + 64 * (2 * (161 + 16) + 16)
+    assert plan.workspace_bytes == 36 * 8 * values * 4
+    assert plan.staging_bytes == 0
     assert plan.block_bytes == 256 * 147_456
-    fixed = 16_381_470_720 + 738_197_504 + 1_610_612_736 + 264_241_152 + 148_635_648 + 403_701_760
-    assert plan.num_blocks == (int(139.80 * GIB * 0.9) - fixed) // (256 * 147_456)
+    history = 256 * 36 * 8 * 4
+    fixed = 16_381_470_720 + 738_197_504 + 3_221_225_472 + 169_743_360 + 264_241_152
+    fixed += plan.workspace_bytes
+    assert plan.num_blocks == (int(139.80 * GIB * 0.9) - fixed) // (256 * 147_456 + history)
+    assert plan.score_cache_bytes == plan.num_blocks * history
     assert plan.num_tokens == 256 * plan.num_blocks
 
 
@@ -45,18 +60,28 @@ def test_without_slots_nothing_is_kept_for_compression() -> None:
     assert plan.num_blocks > plan_memory(H200, QWEN3_8B, HYBRID).num_blocks
 
 
+def test_a_scorer_without_queries_needs_no_slots_but_a_workspace() -> None:
+    policy = load_policy("hybrid:slots=none,scorer=recent")
+    limits = default_limits(H200, QWEN3_8B, policy)
+    settings = replace(HYBRID, num_slots=0, max_running=limits.max_running, global_scores=False)
+    plan = plan_memory(H200, QWEN3_8B, settings)
+    assert plan.query_slot_bytes == plan.score_cache_bytes == 0 < plan.workspace_bytes
+    assert plan.workspace_bytes == plan_memory(H200, QWEN3_8B, HYBRID).workspace_bytes
+    assert limits.num_blocks == plan.num_blocks
+
+
 def test_a_scorer_without_history_needs_no_score_cache() -> None:
     assert plan_memory(H200, QWEN3_8B, replace(HYBRID, global_scores=False)).score_cache_bytes == 0
 
 
 def test_the_workspace_follows_the_batch_once_it_exceeds_the_longest_prompt() -> None:
+    assert workspace_blocks(9, 40_960, 256, 16) == 161
+    assert workspace_blocks(9, 4000, 256, 16) == 160
+    assert workspace_blocks(9, 4000, 256, 8) == 80
+    assert workspace_blocks(2, 4000, 256, 1) == 17
     settings = replace(HYBRID, max_model_len=4000, concurrent_compressions=8)
-    per_token = 36 * 8 * 5 * 4 + 2 * 8 * 128 * 2
-    assert plan_memory(H200, QWEN3_8B, settings).workspace_bytes == 8 * 9 * 256 * per_token
-    two_slots = replace(settings, num_slots=2)  # no more than the slots can be compressed at once
-    assert plan_memory(H200, QWEN3_8B, two_slots).workspace_bytes == 2 * 9 * 256 * per_token
-    one_short = replace(settings, num_slots=1, budget_blocks=2)  # 512 tokens; the prompt takes 16 whole blocks
-    assert plan_memory(H200, QWEN3_8B, one_short).workspace_bytes == 16 * 256 * per_token
+    values = 4 * 80 * 256 + 64 * (2 * (80 + 8) + 8)
+    assert plan_memory(H200, QWEN3_8B, settings).workspace_bytes == 36 * 8 * values * 4
 
 
 def test_logits_are_the_peak_of_a_small_step() -> None:
@@ -65,7 +90,7 @@ def test_logits_are_the_peak_of_a_small_step() -> None:
 
 
 def test_attention_is_the_peak_where_the_mlp_is_narrow() -> None:
-    narrow = replace(QWEN3_8B, intermediate=64, vocab=10)
+    narrow = replace(QWEN3_8B, intermediate_size=64, vocab_size=10)
     assert activation_bytes(narrow, 100, 1) == 100 * (2 * 4096 + 2 * 4096 + 2 * 1024) * 2
 
 
@@ -88,7 +113,15 @@ def test_the_terms_add_up_to_the_card(gpu: str, model: str, settings: MemorySett
     try:
         plan = plan_memory(card, MODELS[model], settings)
     except MemoryPlanError:
-        smaller = replace(settings, num_slots=0, max_batched_tokens=1, max_running=1, reserve_bytes=0)
+        smaller = replace(
+            settings,
+            num_slots=0,
+            budget_blocks=0,
+            max_batched_tokens=1,
+            max_running=1,
+            reserve_bytes=0,
+            max_model_len=1024,
+        )
         least = MODELS[model].weight_bytes + settings.block_size * MODELS[model].kv_bytes_per_token
         if least < 0.99 * settings.utilisation * card.memory_bytes:
             assert plan_memory(card, MODELS[model], smaller).num_blocks >= 1
@@ -104,15 +137,23 @@ def test_what_does_not_fit_names_every_term() -> None:
         plan_memory(GPUS["rtx4090"], MODELS["qwen3-14b"], HYBRID)
     message = str(caught.value)
     assert "qwen3-14b does not fit on rtx4090" in message
-    for term in ("weights 29,536,614,400", "activations", "query slots", "score cache", "compression workspace"):
+    for term in (
+        "weights 29,536,614,400",
+        "activations",
+        "query slots",
+        "attention workspace",
+        "compression workspace",
+        "swap staging",
+    ):
         assert term in message
     assert "leaves -" in message
-    assert "one KV block of 256 tokens takes 41,943,040" in message
+    assert "one KV block of 256 tokens takes 42,270,720" in message
 
 
 def test_a_pool_of_exactly_one_block_fits_and_one_byte_less_does_not() -> None:
     settings = MemorySettings(utilisation=1.0, max_batched_tokens=1, max_running=1, reserve_bytes=0)
     fixed = QWEN3_8B.weight_bytes + activation_bytes(QWEN3_8B, 1, 1)
+    fixed += attention_workspace_bytes(QWEN3_8B, 40_960, 1)
     card = replace(H200, memory_bytes=fixed + 256 * 147_456)
     plan = plan_memory(card, QWEN3_8B, settings)
     assert (plan.num_blocks, plan.unused_bytes) == (1, 0)
@@ -125,10 +166,16 @@ def test_a_pool_of_exactly_one_block_fits_and_one_byte_less_does_not() -> None:
     [
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"utilisation": 1.1}, "memory utilisation must be above 0 and at most 1, got 1.1"),
-        ({"utilisation": float("nan")}, "memory utilisation must be above 0 and at most 1, got nan"),
+        (
+            {"utilisation": float("nan")},
+            "memory utilisation must be above 0 and at most 1, got nan",
+        ),
         ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
         ({"reserve_bytes": -1}, "reserve_bytes must be at least 0, got -1"),
-        ({"num_slots": 4, "budget_blocks": 1}, "budget_blocks must be at least 2 .* got 1 with num_slots 4"),
+        (
+            {"num_slots": 4, "budget_blocks": 1},
+            "budget_blocks must be at least 2 .* got 1 with num_slots 4",
+        ),
         ({"num_slots": 4, "budget_blocks": 9, "window": 257}, "got window 257 and block_size 256"),
     ],
 )
@@ -138,7 +185,9 @@ def test_bad_settings_are_refused_by_name(changes: dict[str, Any], message: str)
 
 
 def test_a_length_beyond_the_models_positions_is_refused() -> None:
-    with pytest.raises(SimError, match="max_model_len 50000 is beyond the 40960 positions of model qwen3-8b"):
+    with pytest.raises(
+        SimError, match="max_model_len 50000 is beyond the 40960 positions of model qwen3-8b"
+    ):
         plan_memory(H200, QWEN3_8B, MemorySettings(max_model_len=50_000))
 
 
@@ -159,13 +208,23 @@ def test_the_command_prints_one_json_object() -> None:
 def test_the_command_finds_as_many_blocks_as_a_simulation_starts_with() -> None:
     code, out, _ = run("--gpu", "h200", "--model", "qwen3-8b", "--json")
     assert code == 0
-    assert json.loads(out)["num_blocks"] == Scenario("full-kv", "h200", "qwen3-8b").set_up().limits.num_blocks == 3082
-    assert json.loads(out)["settings"]["max_batched_tokens"] == EngineSettings.max_batched_tokens == STEP_TOKENS
+    assert (
+        json.loads(out)["num_blocks"]
+        == Scenario("full-kv", "h200", "qwen3-8b").set_up().limits.num_blocks
+        == 3035
+    )
+    assert (
+        json.loads(out)["settings"]["max_batched_tokens"]
+        == EngineSettings.max_batched_tokens
+        == STEP_TOKENS
+    )
     assert json.loads(out)["settings"]["max_running"] == EngineSettings.max_running
 
 
 def test_the_table_shows_every_term_and_whether_the_slots_fit() -> None:
-    code, out, _ = run("--gpu", "h200", "--model", "qwen3-8b", "--slots", "56", "--budget-blocks", "9")
+    code, out, _ = run(
+        "--gpu", "h200", "--model", "qwen3-8b", "--slots", "56", "--budget-blocks", "9"
+    )
     plan = plan_memory(H200, QWEN3_8B, HYBRID)
     assert code == 0
     for name, value in plan.terms.items():
@@ -182,9 +241,15 @@ def test_slots_beyond_the_pool_are_called_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--gpu", "h20"), "error: unknown GPU 'h20': did you mean 'h200'?"),
-        (("--gpu", "rtx4090", "--model", "qwen3-32b"), "error: model qwen3-32b does not fit on rtx4090"),
-        (("--window", "16"), "error: --window says how requests are compressed, which needs query slots"),
+        (("--gpu", "h20"), "error: unknown GPU 'h20'; did you mean 'h200'?"),
+        (
+            ("--gpu", "rtx4090", "--model", "qwen3-32b"),
+            "error: model qwen3-32b does not fit on rtx4090",
+        ),
+        (
+            ("--window", "16"),
+            "error: --window says how requests are compressed, which needs query slots",
+        ),
         (("--no-global-scores",), "error: --global-scores says how requests are compressed"),
         (("--reserve-gib", "nan"), "must be finite, got nan"),
     ],

@@ -1,6 +1,7 @@
 """Grids of scenarios: which points, spread where, and what becomes of a bad one."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,30 @@ from joblib import parallel_config
 from joblib._parallel_backends import MultiprocessingBackend
 from joblib.parallel import register_parallel_backend
 
-from sim.errors import SimError
-from sim.parallel import results
-from sim.scenario import Scenario
-from sim.sweep import Row, Value, check_key, flat, points, run_point, split_values, sweep, vary
-from traces.synthetic import ReasoningShape, reasoning
-from traces.workload import Workload
+from zlab.sim.replay import Scenario
+from zlab.sim.specs import SimError
+from zlab.sim.sweep import (
+    SweepRow,
+    Value,
+    check_key,
+    flat,
+    points,
+    results,
+    run_point,
+    split_values,
+    sweep,
+    vary,
+)
+from zlab.traces.synthetic import ReasoningShape, reasoning
+from zlab.traces.workload import Workload
 
 SHAPE = ReasoningShape(4, mu=6.0, sigma=0.5, samples=2, cap=1000)
 SMALL = Scenario(kv_blocks=24)
-GRID: Mapping[str, Sequence[Value]] = {"policy": ("full-kv", "hybrid"), "kv-blocks": (4, 24), "window": (8, 16)}
+GRID: Mapping[str, Sequence[Value]] = {
+    "policy": ("full-kv", "hybrid"),
+    "kv-blocks": (4, 24),
+    "window": (8, 16),
+}
 
 
 def make(seed: int) -> Workload:
@@ -25,9 +40,11 @@ def make(seed: int) -> Workload:
     return reasoning(SHAPE, seed)
 
 
-def digests(rows: Iterator[tuple[int, Row]]) -> dict[int, tuple[str | None, str | None]]:
+def digests(rows: Iterator[tuple[int, SweepRow]]) -> dict[int, tuple[str | None, str | None]]:
     """What each point came to, by place."""
-    return {place: (row.summary["digest"] if row.summary else None, row.error) for place, row in rows}
+    return {
+        place: (row.summary["digest"] if row.summary else None, row.error) for place, row in rows
+    }
 
 
 def test_points_are_all_combinations_and_the_last_key_varies_fastest() -> None:
@@ -40,8 +57,63 @@ def test_points_are_all_combinations_and_the_last_key_varies_fastest() -> None:
 
 
 def test_a_policys_settings_come_after_the_policy_wherever_they_stand() -> None:
-    (point,) = points(make(0), {"budget.tokens": (512,), "policy": ("hybrid:join=blocking",)}, SMALL)
+    (point,) = points(
+        make(0), {"budget.tokens": (512,), "policy": ("hybrid:join=blocking",)}, SMALL
+    )
     assert point.scenario.policy == "hybrid:join=blocking,budget.tokens=512"
+
+
+def test_a_setting_that_a_policy_does_not_have_leaves_one_blank_point() -> None:
+    grid: Mapping[str, Sequence[Value]] = {
+        "policy": ("full-kv", "hybrid"),
+        "budget.tokens": (512, 1024),
+        "kv-blocks": (4, 24),
+    }
+    found = points(make(0), grid, SMALL)
+    assert [tuple(point.parameters.values()) for point in found] == [
+        ("full-kv", None, 4),
+        ("full-kv", None, 24),
+        ("hybrid", 512, 4),
+        ("hybrid", 512, 24),
+        ("hybrid", 1024, 4),
+        ("hybrid", 1024, 24),
+    ]
+    assert [found[place].scenario.policy for place in (0, 5)] == [
+        "full-kv",
+        "hybrid:budget.tokens=1024",
+    ]
+    row = SweepRow(found[0].parameters, None, "words")
+    assert row.as_dict() == {
+        "parameters": {"policy": "full-kv", "budget.tokens": None, "kv-blocks": 4},
+        "blank": ["budget.tokens"],
+        "error": "words",
+        "rows": None,
+    }
+
+
+def test_which_settings_a_policy_has_depends_on_its_answers() -> None:
+    grid: Mapping[str, Sequence[Value]] = {
+        "num_slots": (2, 4),
+        "slots": ("none", "constrained"),
+        "scorer": ("recent",),
+    }
+    found = points(make(0), grid, SMALL)
+    assert [tuple(point.parameters.values()) for point in found] == [
+        (None, "none", "recent"),
+        (2, "constrained", "recent"),
+        (4, "constrained", "recent"),
+    ]
+    assert found[1].scenario.policy == "hybrid:slots=constrained,num_slots=2,scorer=recent"
+    with pytest.raises(
+        SimError, match=r"'num_slots' is not a setting of any policy of the grid \(full-kv\)"
+    ):
+        points(make(0), {"num_slots": (2, 4)}, replace(SMALL, policy="full-kv"))
+
+
+def test_a_policy_that_cannot_be_read_is_the_error_of_its_points() -> None:
+    grid: Mapping[str, Sequence[Value]] = {"policy": ("hybrd",), "budget.tokens": (512,)}
+    (point,) = points(make(0), grid, SMALL)
+    assert "unknown policy 'hybrd'" in (run_point(point).error or "")
 
 
 def test_seeds_make_workloads_once_each() -> None:
@@ -53,8 +125,10 @@ def test_seeds_make_workloads_once_each() -> None:
 
     found = points(counted, {"kv-blocks": (4, 24), "seed": (3, 5)}, SMALL)
     assert asked == [3, 5]
-    assert [point.workload.sha256 for point in found] == [make(seed).sha256 for seed in (3, 5, 3, 5)]
-    with pytest.raises(SimError, match="is fixed: only one that is made up has a seed to vary"):
+    assert [point.workload.sha256 for point in found] == [
+        make(seed).sha256 for seed in (3, 5, 3, 5)
+    ]
+    with pytest.raises(SimError, match="is fixed: only a generated workload has a seed to vary"):
         points(make(0), {"seed": (1,)}, SMALL)
 
 
@@ -94,9 +168,21 @@ def test_a_value_that_is_no_number(key: str, value: Value, words: str) -> None:
 
 
 def test_an_unknown_key_names_the_nearest() -> None:
-    for key in ("policy", "kv-blocks", "budget.tokens", "tokens", "slots", "seed", "compression.window"):
+    for key in (
+        "policy",
+        "kv-blocks",
+        "budget.tokens",
+        "tokens",
+        "slots",
+        "seed",
+        "compression.window",
+    ):
         check_key(key)
-    for key, near in (("kv-block", "kv-blocks"), ("budget.token", "budget.tokens"), ("polcy", "policy")):
+    for key, near in (
+        ("kv-block", "kv-blocks"),
+        ("budget.token", "budget.tokens"),
+        ("polcy", "policy"),
+    ):
         with pytest.raises(SimError, match=f"unknown grid key '{key}'; did you mean '{near}'"):
             check_key(key)
     with pytest.raises(SimError, match=r"unknown grid key 'slots\.tokns'"):
@@ -114,10 +200,17 @@ def test_values_are_split_at_commas_but_not_within_a_policy() -> None:
 
 
 def test_a_row_flattens_without_losing_a_parameter() -> None:
-    row = Row({"policy": "hybrid"}, {"policy": "hybrid:join=blocking", "e2e_s": {"p50": 1.5, "p99": None}})
+    row = SweepRow(
+        {"policy": "hybrid"}, {"policy": "hybrid:join=blocking", "e2e_s": {"p50": 1.5, "p99": None}}
+    )
     assert row.as_cells() == {
-        "policy": "hybrid", "policy_spec": "hybrid:join=blocking", "e2e_s_p50": 1.5, "e2e_s_p99": None, "error": None
-    }  # fmt: skip
+        "policy": "hybrid",
+        "policy_spec": "hybrid:join=blocking",
+        "e2e_s_p50": 1.5,
+        "e2e_s_p99": None,
+        "rows_dropped": 0,
+        "error": None,
+    }
     assert flat({"a": 1}) == {"a": 1}
 
 
@@ -127,7 +220,8 @@ def test_a_bad_point_is_a_row_and_the_others_run() -> None:
     for place, row in rows.items():
         assert (row.error is None) == (row.summary is not None) == (place not in (4, 5))
     assert rows[4].error == (
-        "ConfigError: a budget of 9 blocks does not fit in a pool of 4: the pool needs at least 9 blocks, or the "
+        "ConfigError: a budget of 9 blocks does not fit in a pool of 4: the pool needs at least "
+        "9 blocks, or the "
         "budget may keep at most 768 tokens"
     )
 

@@ -1,17 +1,20 @@
-"""The decisions of two published engines, to the last preemption (table in ../shared/design/scheduling.md)."""
+"""The decisions of two published engines, to the last preemption (table in
+../shared/design/scheduling.md).
+"""
 
 import pytest
 
-from policies.core.limits import Limits
 from tests.shared import SHARED, needs_shared
-from tests.sim.simulate import simulate
-from traces.formats import read_trace
+from tests.sim.cases import simulate
+from zlab.policies.core.plan import SchedulerLimits
+from zlab.traces.formats import read_trace
 
-LIMITS = Limits(num_blocks=512, block_size=256, max_batched_tokens=16384, max_running=256)
+LIMITS = SchedulerLimits(num_blocks=512, block_size=256, max_batched_tokens=16384, max_running=256)
 NO_HYBRID = "zipage:slots=constrained"
 NO_PREFIX = "zipage:prefix=none"
 MEASURED = [
-    # preset, workload; prefill and decode steps, prefill tokens, preemptions, most running, compressions, steps to 90 %
+    # preset, workload; prefill and decode steps, prefill tokens, preemptions, most running,
+    # compressions, steps to 90 %
     ("nano-vllm", "W1", 203, 17951, 498_128, 600, 256, 0, 11062),
     ("nano-vllm", "W2", 160, 8674, 299_807, 254, 254, 0, 5094),
     ("zipage", "W1", 177, 14978, 313_741, 390, 256, 1165, 8738),

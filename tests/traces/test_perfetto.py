@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.replay import Run, replay
-from tests.traces.small_runs import LIMITS, POLICIES, SWAPPING, conversations
-from traces.palette import PHASE_LOOKS
-from traces.perfetto import POOL, REQUESTS, write_perfetto
-from traces.phases import PHASES
-from traces.recording import FolderRecorder, Recording, RecordingError
+from tests.traces.cases import LIMITS, POLICIES, SWAPPING, conversations
+from zlab.sim.replay import Run, replay
+from zlab.traces.palette import PHASE_LOOKS
+from zlab.traces.perfetto import POOL, REQUESTS, write_perfetto
+from zlab.traces.recording import FolderRecorder, Recording, RecordingError
+from zlab.traces.schema import PHASES
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,11 @@ def test_tracks_carry_the_phases(written: tuple[Run, list[dict[str, Any]]]) -> N
         for phase in PHASES:
             found = totals[row["number"], PHASE_LOOKS[phase].words]
             assert found == pytest.approx(row[f"{phase}_s"], abs=1e-6)
-    names = {e["tid"] - 1: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    names = {
+        e["tid"] - 1: e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"] == "thread_name"
+    }
     assert set(names) == set(run.requests["number"].to_pylist())
 
 
@@ -85,5 +89,9 @@ def test_a_broken_recording_writes_nothing(tmp_path: Path) -> None:
 def test_a_recording_without_steps(tmp_path: Path) -> None:
     run = replay(conversations(5), "full-kv", limits=LIMITS)
     FolderRecorder(tmp_path / "run", dict(run.manifest) | {"complete": False})
-    assert write_perfetto(Recording(tmp_path / "run"), tmp_path / "trace.json") == 3  # two names, an empty pool
-    assert np.all([e["ph"] in "MC" for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]])
+    assert (
+        write_perfetto(Recording(tmp_path / "run"), tmp_path / "trace.json") == 3
+    )  # two names, an empty pool
+    assert np.all(
+        [e["ph"] in "MC" for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    )

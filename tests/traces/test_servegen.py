@@ -1,4 +1,6 @@
-"""ServeGen's rates and lengths from made-up files: windows, independence, and cells that are no literals."""
+"""ServeGen's rates and lengths from made-up files: windows, independence, and cells that are no
+literals.
+"""
 
 import json
 from pathlib import Path
@@ -7,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.traces.trace_rows import write_text
-from traces.servegen import ServeGenSource, servegen
-from traces.statistics import describe
-from traces.workload import TraceError
+from tests.traces.cases import write_text
+from zlab.traces.servegen import ServeGenSource, servegen
+from zlab.traces.workload import TraceError
+from zlab.traces.workload_stats import describe
 
 CLIENT = "0,0,0,,0,0\r\n600,2.0,1.0,Gamma,1.0,9.9\r\n1200,4.0,1.4,Weibull,0.7,9.9\r\n"
-SUMMED = (
-    "window_start_s,rate_req_per_s,rate_weighted_client_iat_cv,active_clients\n0,3.0,2.0,4\n600,0,0,0\n1200,1.0,1.0,2\n"
-)
+SUMMED = "window_start_s,rate_req_per_s,rate_weighted_client_iat_cv,active_clients\n0,3.0,2.0,4\n600,0,0,0\n1200,1.0,1.0,2\n"
 EMPTY = {"input_tokens": "{}", "output_tokens": "{}", "reason_ratio": "{}"}
 BUSY = {
     "input_tokens": "{10: 0.25, 20: 0.75}",
@@ -23,7 +23,10 @@ BUSY = {
     "reason_ratio": "{0.0: 0.5, 0.5: 0.5}",
 }
 QUANTILES = {
-    "m": {name: {"mean": 1.0, "quantiles_200": [0, 10, 100]} for name in ("input_tokens", "output_tokens")}
+    "m": {
+        name: {"mean": 1.0, "quantiles_200": [0, 10, 100]}
+        for name in ("input_tokens", "output_tokens")
+    }
     | {"reason_ratio": {"quantiles_200": [0.0, 0.5, 1.0]}}
 }
 
@@ -31,7 +34,9 @@ QUANTILES = {
 def source(tmp_path: Path, rates: str = CLIENT, lengths: Any = None) -> ServeGenSource:
     rates_path = write_text(tmp_path / "rates.csv", rates)
     content = {"0": EMPTY, "500": BUSY} if lengths is None else lengths
-    return ServeGenSource.read(rates_path, write_text(tmp_path / "lengths.json", json.dumps(content)))
+    return ServeGenSource.read(
+        rates_path, write_text(tmp_path / "lengths.json", json.dumps(content))
+    )
 
 
 def test_windows_rates_and_masses(tmp_path: Path) -> None:
@@ -111,7 +116,10 @@ def test_cells_are_read_as_literals_only(tmp_path: Path, cell: Any) -> None:
     ("rates", "said"),
     [
         ("", "has no rows"),
-        ("0,1,1,Cauchy,1,1\n", r"rates\.csv:1: gap family is 'Cauchy', must be one of Gamma, Weibull"),
+        (
+            "0,1,1,Cauchy,1,1\n",
+            r"rates\.csv:1: gap family is 'Cauchy', must be one of Gamma, Weibull",
+        ),
         ("0,1,1,Gamma,0,1\n", r"rates\.csv:1: shape parameter is 0"),
         ("0,x,1,Gamma,1,1\n", r"rates\.csv:1: rate is 'x'"),
         ("0,1\n", r"rates\.csv:1: has 2 cells, must have 6"),
@@ -131,7 +139,10 @@ def test_bad_rates(tmp_path: Path, rates: str, said: str) -> None:
         ({}, "must hold an object"),
         ({"x": BUSY}, "window start is 'x'"),
         ({**QUANTILES, "n": QUANTILES["m"]}, "holds 2 models"),
-        ({"m": {"input_tokens": {"quantiles_200": [3, 1]}}}, "input_tokens has no ascending quantiles_200"),
+        (
+            {"m": {"input_tokens": {"quantiles_200": [3, 1]}}},
+            "input_tokens has no ascending quantiles_200",
+        ),
     ],
 )
 def test_bad_lengths(tmp_path: Path, lengths: Any, said: str) -> None:

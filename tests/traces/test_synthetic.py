@@ -9,30 +9,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces.arrivals import Gamma, OnOff, Poisson
-from traces.recipe import generator
-from traces.reuse import prefix_reuse
-from traces.statistics import describe
-from traces.synthetic import (
+from zlab.traces.synthetic import (
     REASONING_SHAPES,
     ChatShape,
+    Gamma,
     LogNormal,
+    OnOff,
+    Poisson,
     ReasoningShape,
     SharedPrefixShape,
     bursty,
     chat,
     fixed,
+    generator,
     reasoning,
     shared_prefix,
 )
-from traces.table import RequestTable
-from traces.workload import TraceError, TraceRequest, Workload
+from zlab.traces.workload import RequestTable, TraceError, TraceRequest, Workload
+from zlab.traces.workload_stats import describe, prefix_reuse
 
 MAKERS: dict[str, Callable[[int], Workload]] = {
     "reasoning": lambda seed: reasoning("aime24", seed),
     "chat": lambda seed: chat(300, seed=seed),
     "shared-prefix": lambda seed: shared_prefix(300, seed=seed),
-    "bursty": lambda seed: bursty(300, OnOff(20, 3, 9), LogNormal(5, 1, 900), LogNormal(4, 1, 900), seed),
+    "bursty": lambda seed: bursty(
+        300, OnOff(20, 3, 9), LogNormal(5, 1, 900), LogNormal(4, 1, 900), seed
+    ),
     "fixed": lambda seed: fixed(300, seed=seed),
 }
 
@@ -50,7 +52,10 @@ def test_the_seed_decides(kind: str) -> None:
 
 
 def test_hash_randomisation_changes_nothing() -> None:
-    script = "from tests.traces.test_synthetic import MAKERS; print([m(5).sha256 for m in MAKERS.values()])"
+    script = (
+        "from tests.traces.test_synthetic import MAKERS; print([m(5).sha256 for m in "
+        "MAKERS.values()])"
+    )
     root = Path(__file__).resolve().parents[2]
     printed = {
         subprocess.run(
@@ -66,7 +71,9 @@ def test_hash_randomisation_changes_nothing() -> None:
     assert printed == {f"{[make(5).sha256 for make in MAKERS.values()]}\n"}
 
 
-@pytest.mark.parametrize(("name", "mean"), [("aime24", 15_100), ("amc23", 9_200), ("math500", 5_400)])
+@pytest.mark.parametrize(
+    ("name", "mean"), [("aime24", 15_100), ("amc23", 9_200), ("math500", 5_400)]
+)
 def test_reasoning_shapes_have_their_means(name: str, mean: int) -> None:
     shape = REASONING_SHAPES[name]
     many = ReasoningShape(3_000, shape.mu, shape.sigma, samples=4)
@@ -106,7 +113,9 @@ def test_fixed_is_the_benchmark_workload() -> None:
     assert describe(workload).rate_per_s == pytest.approx(20, rel=0.05)
 
 
-@pytest.mark.parametrize(("process", "cv"), [(Poisson(5.0), 1.0), (Gamma(5.0, 3.0), 3.0), (Gamma(5.0, 0.5), 0.5)])
+@pytest.mark.parametrize(
+    ("process", "cv"), [(Poisson(5.0), 1.0), (Gamma(5.0, 3.0), 3.0), (Gamma(5.0, 0.5), 0.5)]
+)
 def test_arrivals_have_their_rate_and_variation(process: Poisson | Gamma, cv: float) -> None:
     gaps = np.diff(process.times(generator(1), 40_000))
     assert gaps.mean() == pytest.approx(0.2, rel=0.06)
@@ -171,7 +180,9 @@ def test_shared_prefix_groups() -> None:
     workload = shared_prefix(4_000, shape, seed=1)
     classes = describe(workload).classes
     weights = np.array([1, 1 / 2, 1 / 3, 1 / 4])
-    assert [classes[f"group-{g}"] for g in range(4)] == pytest.approx(list(4_000 * weights / weights.sum()), rel=0.12)
+    assert [classes[f"group-{g}"] for g in range(4)] == pytest.approx(
+        list(4_000 * weights / weights.sum()), rel=0.12
+    )
     # Everything but the four first users finds exactly its group's ten blocks.
     assert prefix_reuse(workload).num_reused_blocks == 10 * (4_000 - 4)
 
@@ -187,11 +198,14 @@ def test_a_long_chat_is_held_by_column() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: reasoning("aime25"), "unknown reasoning shape 'aime25'; known are aime24"),
+        (lambda: reasoning("aime25"), "unknown reasoning shape 'aime25'; did you mean 'aime24'"),
         (lambda: ReasoningShape(0, 8, 1), "num_problems is 0"),
         (lambda: ReasoningShape(1, 8, 1, between_share=1.5), "between_share is 1.5, must be 0..1"),
         (lambda: ReasoningShape(1, 8, -1), "sigma -1"),
-        (lambda: ReasoningShape(1, 8, 1, prompt_highest=5), "prompt_highest is 5, must be a whole number >= 80"),
+        (
+            lambda: ReasoningShape(1, 8, 1, prompt_highest=5),
+            "prompt_highest is 5, must be a whole number >= 80",
+        ),
         (lambda: fixed(0), "num_requests is 0"),
         (lambda: fixed(1, rate_per_s=0), "rate_per_s is 0"),
         (lambda: fixed(1, seed=-1), "seed is -1"),

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 from typer.testing import CliRunner, Result
 
-from zlab import app
+from zlab.cli.main import app
 
-SMALL = "synth:amc23?num_problems=8&samples=2&mu=7.2&cap=4096"  # 16 requests, about 1,500 tokens each
+SMALL = (
+    "synth:amc23?num_problems=8&samples=2&mu=7.2&cap=4096"  # 16 requests, about 1,500 tokens each
+)
 SMALL_POOL = ("--kv-blocks", "40")  # nothing like enough for all of them
-PATIENCE_S = 300  # for a process to end that has all it needs: a CI machine may have other work than ours
+PATIENCE_S = (
+    300  # for a process to end that has all it needs: a CI machine may have other work than ours
+)
 LONG = "synth:amc23?samples=32"  # 1,280 requests: seconds of simulation
 
 
@@ -20,7 +24,9 @@ def zlab(*arguments: str) -> Result:
 
 
 def start(arguments: Sequence[str]) -> "subprocess.Popen[str]":
-    """Start a command as a process of its own, in a session of its own (a Ctrl-C there is not ours)."""
+    """Start a command as a process of its own, in a session of its own (a Ctrl-C there is not
+    ours).
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "zlab", *arguments],
         stdout=subprocess.PIPE,
@@ -31,14 +37,18 @@ def start(arguments: Sequence[str]) -> "subprocess.Popen[str]":
 
 
 def wait_for_words(process: "subprocess.Popen[str]", words: str) -> None:
-    """Read what a started command says on stderr up to a line with these words; it must not end before."""
+    """Read what a started command says on stderr up to a line with these words; it must not end
+    before.
+    """
     assert process.stderr is not None
     said = []
     for line in process.stderr:
         said.append(line)
         if words in line:
             return
-    raise AssertionError(f"it ended with {process.wait()} before it said {words!r}: {''.join(said)}")
+    raise AssertionError(
+        f"it ended with {process.wait()} before it said {words!r}: {''.join(said)}"
+    )
 
 
 def errors(result: Result) -> str:

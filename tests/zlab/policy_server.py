@@ -1,4 +1,6 @@
-"""A server that answers `/v1/policy` as it is told to: agrees, refuses, says nothing, or disagrees."""
+"""A server that answers `/v1/policy` as it is told to: agrees, refuses, says nothing, or
+disagrees.
+"""
 
 import json
 import threading
@@ -8,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.zlab.command_line import PATIENCE_S
+
 KEY = "admin-key-of-a-test"
 
 
@@ -16,9 +20,10 @@ class PolicyServer:
     """What it does and what it has seen.
 
     Attributes:
-        mode: of its POST: "agree", "refuse" (with 409), "mute" (does it, breaks off), "deaf" (breaks off without doing
-            it), "lost" (as "deaf", and nothing answers any more), "other" (says that it runs another policy),
-            "gateway" (504), "move" (a redirect), "hold" (waits for `release`).
+        mode: of its POST: "agree", "refuse" (with 409), "mute" (does it, breaks off), "deaf"
+        (breaks off without doing
+            it), "lost" (as "deaf", and nothing answers any more), "other" (says that it runs
+            another policy), "gateway" (504), "move" (a redirect), "hold" (waits for `release`).
         lanes: lane -> digest of what it runs.
         posts: bodies of the POSTs.
         elsewhere: whether anything came to the address that "move" names.
@@ -36,7 +41,9 @@ class PolicyServer:
 
     def apply(self, body: Mapping[str, Any]) -> None:
         """Run what was sent."""
-        self.lanes[body["lane"]] = body["digest"] if body["policy"] is not None else self.lanes["live"]
+        self.lanes[body["lane"]] = (
+            body["digest"] if body["policy"] is not None else self.lanes["live"]
+        )
 
 
 @contextmanager
@@ -70,7 +77,14 @@ def policy_server() -> Iterator[PolicyServer]:
             if state.mode == "lost" and state.is_gone:
                 self.close_connection = True
             elif self.allowed():
-                self.answer(200, {"lanes": [{"lane": lane, "digest": runs} for lane, runs in state.lanes.items()]})
+                self.answer(
+                    200,
+                    {
+                        "lanes": [
+                            {"lane": lane, "digest": runs} for lane, runs in state.lanes.items()
+                        ]
+                    },
+                )
 
         def do_POST(self) -> None:
             if not self.allowed():
@@ -81,7 +95,7 @@ def policy_server() -> Iterator[PolicyServer]:
             match state.mode:
                 case "agree" | "hold":
                     if state.mode == "hold":
-                        state.release.wait(60)
+                        state.release.wait(PATIENCE_S)
                     state.apply(body)
                     self.answer(200, {"lane": body["lane"], "digest": state.lanes[body["lane"]]})
                 case "refuse":

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.zlab.command_line import SMALL, SMALL_POOL, errors, zlab
-from traces.recording import Recording
-from zlab.demo import ABLATIONS, SPECS, make_room
+from zlab.cli.demo import ABLATIONS, SPECS, make_room
+from zlab.traces.recording import Recording
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,10 @@ def test_hybrid_is_worth_at_least_what_is_promised_on_every_seed(demo: tuple[Pat
     assert len(ratios) == 2
     assert ratios[0] == speed["hybrid"] / speed["full-kv"]
     assert min(ratios) >= 2.1
+    work = figures["hybrid_over_full_kv_requests_by_seed"]
+    assert work == pytest.approx(ratios)  # outputs are as long under both
+    assert 2.5 < figures["break_even"]["multiplier"] < 3.2
+    assert figures["lengths"]["hybrid"]["known"] is False
 
 
 def test_everything_lies_where_it_says(demo: tuple[Path, str]) -> None:
@@ -51,11 +55,16 @@ def test_each_ablation_is_stated_as_measured_with_its_cause(demo: tuple[Path, st
     figures = json.loads((out / "figures.json").read_text())["policies"]
     words = " ".join(shown.split())
     for item in ABLATIONS:
-        change = figures[item.name]["tokens_per_s"] / figures["hybrid"]["tokens_per_s"] - 1
-        stated = re.search(rf"{item.name} \({re.escape(item.spec)}\): ([+-][\d.]+)% tokens/s\. (\w+)", words)
+        change = figures[item.name]["requests_per_s"] / figures["hybrid"]["requests_per_s"] - 1
+        stated = re.search(
+            rf"{item.name} \({re.escape(item.spec)}\): ([+-][\d.]+)% requests/s\. (\w+)", words
+        )
         assert stated is not None
         assert float(stated[1]) == pytest.approx(100 * change, abs=0.051)
-    assert f"Hybrid's {figures['hybrid']['prefix_hit_tokens']:,} hit tokens are preempted requests" in words
+    assert (
+        f"Hybrid's {figures['hybrid']['prefix_hit_tokens']:,} hit tokens are preempted requests"
+        in words
+    )
     assert figures["no-prefix"]["prefix_hit_tokens"] == 0
 
 
@@ -77,6 +86,9 @@ def test_what_stands_in_the_way_is_left_alone(tmp_path: Path) -> None:
 
 def test_what_an_earlier_demo_left_is_replaced(tmp_path: Path) -> None:
     for name in ("full-kv", "no-async", "mine"):
-        assert zlab("replay", SMALL, *SMALL_POOL, "--out", str(tmp_path / name), "--json").exit_code == 0
+        assert (
+            zlab("replay", SMALL, *SMALL_POOL, "--out", str(tmp_path / name), "--json").exit_code
+            == 0
+        )
     make_room(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -9,7 +9,7 @@ import pytest
 from tests.sim.disguised import disguised
 from tests.sim.test_drift import COST, POLICY, load, slower
 from tests.zlab.command_line import errors, zlab
-from traces.formats import write_native
+from zlab.traces.formats import write_native
 
 ROOFLINE = ("--gpu", "h200", "--model", "qwen3-8b")
 KEPT = Path(__file__).parents[1] / "data" / "engine-tiny"
@@ -24,14 +24,28 @@ def as_predicted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(disguised(tmp_path_factory.mktemp("slow") / "run", load(gap_s=0.0), POLICY, slower(1.3)))
+    return str(
+        disguised(tmp_path_factory.mktemp("slow") / "run", load(gap_s=0.0), POLICY, slower(1.3))
+    )
 
 
 def test_a_run_as_predicted_is_within(as_predicted: str) -> None:
     judged = str(Path(as_predicted).parent / "judged.jsonl")
-    done = zlab("drift", as_predicted, *ROOFLINE, "--within", "0.1%", "--trace", judged, "--load-within", "0.05")
+    done = zlab(
+        "drift",
+        as_predicted,
+        *ROOFLINE,
+        "--within",
+        "0.1%",
+        "--trace",
+        judged,
+        "--load-within",
+        "0.05",
+    )
     assert done.exit_code == 0, done.output
-    assert "60 finished live and in the prediction as it was served" in " ".join(done.stdout.split())
+    assert "60 finished live and in the prediction as it was served" in " ".join(
+        done.stdout.split()
+    )
     assert "NO" not in done.stdout
     assert "prompt tokens: alike (distance 0.00)" in done.stdout
 
@@ -67,7 +81,9 @@ def test_gates_hold_live_against_the_prediction(tmp_path: Path, slow: str) -> No
 
 
 def test_a_profile_of_other_blocks_is_passed_over_unless_it_is_named(as_predicted: str) -> None:
-    """The card and model of this run have been measured, but with blocks of 256: by default the roofline is taken."""
+    """The card and model of this run have been measured, but with blocks of 256: by default the
+    roofline is taken.
+    """
     done = zlab("drift", as_predicted, "--within", "0.1%")
     assert done.exit_code == 0, done.output
     words = " ".join((done.stdout + done.stderr).split())
@@ -80,13 +96,17 @@ def test_a_profile_of_other_blocks_is_passed_over_unless_it_is_named(as_predicte
 def test_a_candidate_is_predicted_instead(as_predicted: str) -> None:
     done = zlab("drift", as_predicted, *ROOFLINE, "--policy", "full-kv", "--within", "1000%")
     assert "in the prediction under full-kv" in " ".join(done.stdout.split())
-    found = json.loads(zlab("drift", as_predicted, *ROOFLINE, "--policy", "full-kv", "--json").stdout)
+    found = json.loads(
+        zlab("drift", as_predicted, *ROOFLINE, "--policy", "full-kv", "--json").stdout
+    )
     assert found["policy"] == "full-kv"
     assert found["whole"]["figures"]["compressions_per_request"]["predicted"] == 0
 
 
 def test_a_load_that_moved_is_named(tmp_path: Path, as_predicted: str) -> None:
-    other = replace(load(), requests=[replace(row, prompt_tokens=row.prompt_tokens * 5) for row in load()])
+    other = replace(
+        load(), requests=[replace(row, prompt_tokens=row.prompt_tokens * 5) for row in load()]
+    )
     write_native(replace(other, meta=replace(other.meta, name="other")), tmp_path / "other.jsonl")
     args = ("drift", as_predicted, *ROOFLINE, "--trace", str(tmp_path / "other.jsonl"))
     assert zlab(*args).exit_code == 0
@@ -96,7 +116,9 @@ def test_a_load_that_moved_is_named(tmp_path: Path, as_predicted: str) -> None:
 
 
 def test_the_engines_own_recording_is_compared() -> None:
-    """Kept with the tests: made by `zlab bench` on a CPU, for which no row of cards has a roofline."""
+    """Kept with the tests: made by `zlab bench` on a CPU, for which no row of cards has a
+    roofline.
+    """
     done = zlab("drift", str(KEPT), *ROOFLINE, "--json")
     found = json.loads(done.stdout)
     assert done.exit_code == 1

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from policies.catalogue import QUESTIONS
-from policies.spec import load_policy, policy_digest, presets
 from tests.zlab.command_line import errors, zlab
-from zlab.policy import ASKS
+from zlab.policies.catalogue import CATALOGUE, PARTS
+from zlab.policies.spec import QUESTIONS, load_policy, policy_digest, presets
 
 OWN = '''"""A policy of one's own."""
-from policies.preemption import Never
+from zlab.policies.preemption import Never
 
 
 class Mine(Never):
@@ -24,15 +23,33 @@ class Mine(Never):
 
 def test_the_list_names_every_preset_question_choice_and_setting() -> None:
     shown = zlab("policy", "list").stdout
-    assert set(ASKS) == set(QUESTIONS)
     for name in presets():
         assert f" {name} " in shown
     for question, kinds in QUESTIONS.items():
-        assert f"{question}: {ASKS[question]}" in shown
+        assert f"{question}: {CATALOGUE[question].question}" in shown
         for kind, cls in kinds.items():
             assert f" {kind} " in shown
             for setting in fields(cls):
                 assert f"{setting.name}=" in shown
+
+
+def test_one_group_is_listed_with_every_setting_explained() -> None:
+    for name, group in {**CATALOGUE, **PARTS}.items():
+        shown = " ".join(zlab("policy", "list", name).stdout.split())
+        for choice in group.choices.values():
+            assert choice.text in shown
+            for setting in choice.settings.values():
+                assert setting.text.split(":")[0] in shown
+    wrong = zlab("policy", "list", "budgte")
+    assert wrong.exit_code == 2
+    assert "unknown option group 'budgte'; did you mean 'budget'?" in errors(wrong)
+
+
+def test_the_list_as_json_describes_choices() -> None:
+    found = json.loads(zlab("policy", "list", "budget", "--json").stdout)
+    assert list(found["questions"]) == list(found["descriptions"]) == ["budget"]
+    fixed = found["descriptions"]["budget"]["choices"]["fixed"]
+    assert set(fixed["settings"]) == {"tokens", "blocks"}
 
 
 def test_the_list_as_json_gives_defaults() -> None:
@@ -48,14 +65,18 @@ def test_the_list_as_json_gives_defaults() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", [*presets(), "hybrid:prefix=none,join=blocking,budget.tokens=512"])
+@pytest.mark.parametrize(
+    "policy", [*presets(), "hybrid:prefix=none,join=blocking,budget.tokens=512"]
+)
 def test_what_is_shown_is_a_policy_file(policy: str, tmp_path: Path) -> None:
     result = zlab("policy", "show", policy)
     assert result.exit_code == 0
     path = tmp_path / "mine.toml"
     path.write_text(result.stdout)
     assert policy_digest(load_policy(str(path))) == policy_digest(load_policy(policy))
-    assert json.loads(zlab("policy", "show", policy, "--json").stdout) == tomllib.loads(result.stdout)
+    assert json.loads(zlab("policy", "show", policy, "--json").stdout) == tomllib.loads(
+        result.stdout
+    )
     checked = zlab("policy", "check", str(path))
     assert checked.exit_code == 0
     assert f"policy {policy!r}" in checked.stdout
@@ -66,8 +87,16 @@ def test_what_is_shown_is_a_policy_file(policy: str, tmp_path: Path) -> None:
     [
         ("[budget]", "[bugdet]", "unknown question 'bugdet'; did you mean 'budget'?"),
         ('kind = "fixed"', 'kind = "fixd"', "unknown budget 'fixd'; did you mean 'fixed'?"),
-        ("window = 16", "redundncy_lambda = 0.2", "unknown setting of compression 'by-score' 'redundncy_lambda'"),
-        ("window = 16", "windw = 16", "unknown setting of compression 'by-score' 'windw'; did you mean 'window'?"),
+        (
+            "window = 16",
+            "redundncy_lambda = 0.2",
+            "unknown setting of compression 'by-score' 'redundncy_lambda'",
+        ),
+        (
+            "window = 16",
+            "windw = 16",
+            "unknown setting of compression 'by-score' 'windw'; did you mean 'window'?",
+        ),
         ("tokens = 2048", 'tokens = "2048"', "budget.tokens must be a int, not '2048'"),
         ("tokens = 2048", "tokens = -1", "budget 'fixed': a budget needs at least 2 blocks"),
         (
@@ -78,7 +107,9 @@ def test_what_is_shown_is_a_policy_file(policy: str, tmp_path: Path) -> None:
         ("[prefix]", "[prefix", "not valid TOML"),
     ],
 )
-def test_a_bad_file_ends_with_1_and_the_nearest_name(old: str, new: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_file_ends_with_1_and_the_nearest_name(
+    old: str, new: str, words: str, tmp_path: Path
+) -> None:
     text = zlab("policy", "show", "hybrid").stdout
     assert old in text
     path = tmp_path / "mine.toml"
@@ -107,7 +138,47 @@ def test_a_question_left_open_is_told(tmp_path: Path) -> None:
 def test_a_class_of_ones_own_that_is_not_there_is_told(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
-    for spec, words in ((f"{path}:Other", "no class 'Other' (it has: Mine)"), (str(path), "is FILE.toml or FILE.py")):
+    for spec, words in (
+        (f"{path}:Other", "no class 'Other' (it has: Mine)"),
+        (str(path), "is FILE.toml or FILE.py"),
+    ):
         result = zlab("policy", "check", spec)
         assert result.exit_code == 1
         assert words in errors(result)
+
+
+SIX_LINES = '''from zlab import Order
+
+
+class ShortestPromptFirst(Order):
+    """Fewest prompt tokens first."""
+
+    def key(self, request, stats):
+        return (request.num_prompt_tokens,)
+'''
+
+
+def test_a_policy_of_six_lines_is_one_and_a_misspelt_member_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(SIX_LINES, "utf-8")
+    spec = f"{path}:ShortestPromptFirst"
+    assert "fine; policy" in zlab("policy", "check", spec).stdout
+    path.write_text(SIX_LINES.replace("    def", "    max_skip = 3\n\n    def"), "utf-8")
+    checked, replayed = zlab("policy", "check", spec), zlab("replay", "synth:chat", "-p", spec)
+    assert (checked.exit_code, replayed.exit_code) == (1, 2)
+    for result in (checked, replayed):
+        words = f"{spec}: unknown member of an order 'max_skip'; did you mean 'max_skips'?"
+        assert words in errors(result)
+        assert result.stdout == ""
+
+
+def test_what_a_class_raises_in_a_run_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(SIX_LINES.replace("num_prompt_tokens", "num_promt_tokens"), "utf-8")
+    spec = f"{path}:ShortestPromptFirst"
+    assert zlab("policy", "check", spec).exit_code == 0
+    result = zlab("replay", "synth:chat?num_requests=3", "-p", spec)
+    assert result.exit_code == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith(f"error: {spec}: key raised AttributeError: 'Request' object has no")
+    assert line.endswith("(line 8)")

@@ -1,4 +1,6 @@
-"""`zlab promote | rollback | history | diff`: what serves, what is refused, and registry and server in agreement."""
+"""`zlab promote | rollback | history | diff`: what serves, what is refused, and registry and server
+in agreement.
+"""
 
 import json
 import shutil
@@ -8,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from policies.evidence import write_evidence
-from policies.registry import ChangeState, Registry, Stage
 from tests.house_source import ROOT
 from tests.policies.records import HERE, record, stored
-from tests.zlab.command_line import errors, start, zlab
+from tests.zlab.command_line import PATIENCE_S, errors, start, zlab
 from tests.zlab.policy_server import KEY, PolicyServer, policy_server
-from zlab import agreement
-from zlab.live import KEY_NAME
+from zlab.cli import registry as agreement
+from zlab.cli.client import KEY_NAME
+from zlab.policies.evidence import write_evidence
+from zlab.policies.registry import ChangeState, DeploymentStage, PolicyRegistry
 
 HYBRID, FULL = stored("hybrid"), stored("full-kv")
 
@@ -24,7 +26,7 @@ HYBRID, FULL = stored("hybrid"), stored("full-kv")
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A registry in which hybrid and full-kv are validated."""
     made = tmp_path / "registry.db"
-    registry = Registry(made)
+    registry = PolicyRegistry(made)
     for policy in (HYBRID, FULL):
         registry.add_evidence(record(policy), "ann")
     monkeypatch.setenv("ZLAB_REGISTRY", str(made))
@@ -57,16 +59,20 @@ def refused(*arguments: str, code: int = 1) -> str:
 
 def live(path: Path) -> str | None:
     """Name of what is live."""
-    standing = Registry(path).live(HERE)
+    standing = PolicyRegistry(path).live(HERE)
     return standing.policy.name if standing else None
 
 
 def test_the_way_up_and_back(path: Path) -> None:
     said = ok("promote", "full-kv", "--who", "bob", "--why", "first")
     assert said.startswith("full-kv is live for qwen3-8b on h200: change 3 by bob, evidence ")
-    assert "hybrid is canary for qwen3-8b on h200: change 4" in ok("promote", "hybrid", "--to", "canary")
+    assert "hybrid is canary for qwen3-8b on h200: change 4" in ok(
+        "promote", "hybrid", "--to", "canary"
+    )
     assert "hybrid is live for qwen3-8b on h200 instead of full-kv" in ok("promote", "hybrid")
-    assert "full-kv is live for qwen3-8b on h200 instead of hybrid" in ok("rollback", "--why", "slow")
+    assert "full-kv is live for qwen3-8b on h200 instead of hybrid" in ok(
+        "rollback", "--why", "slow"
+    )
     assert "full-kv is the first that went live" in refused("rollback")
     ok("promote", "hybrid", "--to", "canary")
     assert "hybrid is no canary any more" in ok("rollback", "--of", "canary", "--why", "no gain")
@@ -87,14 +93,20 @@ def test_the_way_up_and_back(path: Path) -> None:
 def test_refused_with_what_is_missing(path: Path, tmp_path: Path) -> None:
     assert "there is no evidence on policy" in refused("promote", "nano-vllm")
     assert "it is for GPU h200, not h100" in refused("promote", "hybrid", "--gpu", "h100")
-    assert "it is for model qwen3-8b, not qwen3-4b" in refused("promote", "hybrid", "--model", "qwen3-4b")
-    Registry(path).add_evidence(record(HYBRID, speed=9.0), "ann")
-    assert "it did not pass: tokens_per_s >= 1.5x (synth:amc23 seed 0)" in refused("promote", "hybrid")
+    assert "it is for model qwen3-8b, not qwen3-4b" in refused(
+        "promote", "hybrid", "--model", "qwen3-4b"
+    )
+    PolicyRegistry(path).add_evidence(record(HYBRID, speed=9.0), "ann")
+    assert "it did not pass: tokens_per_s >= 1.5x (synth:amc23 seed 0)" in refused(
+        "promote", "hybrid"
+    )
     evidence = tmp_path / "evidence.json"
     write_evidence(record(HYBRID, made_at="2026-11-30T00:00:00Z"), evidence)
     ok("promote", "hybrid", "--evidence", str(evidence))
     evidence.write_text(evidence.read_text("utf-8").replace("2000.0", "9000.0"), "utf-8")
-    assert "was changed after it was made" in refused("promote", "full-kv", "--evidence", str(evidence))
+    assert "was changed after it was made" in refused(
+        "promote", "full-kv", "--evidence", str(evidence)
+    )
     assert live(path) == "hybrid"
 
 
@@ -113,8 +125,14 @@ def test_force_needs_a_reason_and_is_kept(path: Path) -> None:
         (("promote", "hybrid", "--to", "retired"), "'retired' is not one of 'canary', 'live'"),
         (("promote", "hybrid", "--gpu", "h20"), "did you mean 'h200'?"),
         (("promote", "hybrid", "--who", ""), "--who needs a name"),
-        (("promote", "hybrid", "--live", "127.0.0.1:8000"), "must be an address as http://127.0.0.1:8000"),
-        (("promote", "hybrid", "--live", "localhost:8000"), "must be an address as http://127.0.0.1:8000"),
+        (
+            ("promote", "hybrid", "--live", "127.0.0.1:8000"),
+            "must be an address as http://127.0.0.1:8000",
+        ),
+        (
+            ("promote", "hybrid", "--live", "localhost:8000"),
+            "must be an address as http://127.0.0.1:8000",
+        ),
         (("rollback", "--live", "localhost:8000"), "--live localhost:8000: must be an address"),
         (("promote", "hybrid", "--live", "http://me:secret@x"), "no key in the address"),
         (("promote", "hybrid", "--live", "http://me:secret@x?y"), "no key in the address"),
@@ -130,7 +148,9 @@ def test_force_needs_a_reason_and_is_kept(path: Path) -> None:
         (("history", "--gpu", "h20"), "did you mean 'h200'?"),
     ],
 )
-def test_misuse(path: Path, arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misuse(
+    path: Path, arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also without an admin key: what is wrong with an address is said before one is asked for."""
     for _ in range(2):
         said = refused(*arguments, code=2)
@@ -151,7 +171,9 @@ def test_without_a_registry(tmp_path: Path) -> None:
 def test_two_policies_side_by_side(path: Path, tmp_path: Path) -> None:
     ok("promote", "full-kv")
     document = json.loads(ok("diff", "hybrid:budget.tokens=1024", "hybrid", "--json"))
-    assert document["answers"] == {"budget": ["fixed tokens=1024 blocks=0", "fixed tokens=2048 blocks=0"]}
+    assert document["answers"] == {
+        "budget": ["fixed tokens=1024 blocks=0", "fixed tokens=2048 blocks=0"]
+    }
     assert "-tokens = 1024" in document["text"]
     beside = json.loads(ok("diff", "hybrid", "--json"))
     assert [policy["name"] for policy in beside["policies"]] == ["hybrid", "full-kv"]
@@ -163,7 +185,9 @@ def test_two_policies_side_by_side(path: Path, tmp_path: Path) -> None:
     assert "decide the same" in ok("diff", "full-kv")
     mine = tmp_path / "mine.py"
     shutil.copy(ROOT / "docs" / "examples" / "fewest_left.py", mine)
-    Registry(path).promote(stored(f"{mine}:FewestLeft"), Stage.LIVE, HERE, "bob", "try", force=True)
+    PolicyRegistry(path).promote(
+        stored(f"{mine}:FewestLeft"), DeploymentStage.LIVE, HERE, "bob", "try", force=True
+    )
     mine.write_text(mine.read_text("utf-8").replace("lookahead = 4", "lookahead = 5"), "utf-8")
     own = json.loads(ok("diff", f"{mine}:FewestLeft", "--json"))
     assert list(own["answers"]) == ["order"]
@@ -174,14 +198,27 @@ def test_two_policies_side_by_side(path: Path, tmp_path: Path) -> None:
 # with a server
 
 
-def test_the_server_changes_over_and_the_registry_holds_it(path: Path, server: PolicyServer) -> None:
+def test_the_server_changes_over_and_the_registry_holds_it(
+    path: Path, server: PolicyServer
+) -> None:
     at = ("--live", server.url)
-    assert f"full-kv is live for qwen3-8b on h200 at {server.url}: change 3" in ok("promote", "full-kv", *at)
+    assert f"full-kv is live for qwen3-8b on h200 at {server.url}: change 3" in ok(
+        "promote", "full-kv", *at
+    )
     ok("promote", "hybrid", "--to", "canary", "--who", "bob", "--why", "a tenth", *at)
     assert server.lanes == {"live": FULL.digest, "canary": HYBRID.digest}
     post = server.posts[1]
-    assert (post["lane"], post["policy"], post["who"], post["why"]) == ("canary", HYBRID.toml, "bob", "a tenth")
-    assert (post["digest"], post["evidence"], post["change"]) == (HYBRID.digest, record(HYBRID).id, 4)
+    assert (post["lane"], post["policy"], post["who"], post["why"]) == (
+        "canary",
+        HYBRID.toml,
+        "bob",
+        "a tenth",
+    )
+    assert (post["digest"], post["evidence"], post["change"]) == (
+        HYBRID.digest,
+        record(HYBRID).id,
+        4,
+    )
     ok("rollback", "--of", "canary", *at)
     assert server.posts[2]["policy"] is None
     assert server.lanes == {"live": FULL.digest, "canary": FULL.digest}
@@ -189,10 +226,12 @@ def test_the_server_changes_over_and_the_registry_holds_it(path: Path, server: P
     ok("rollback", *at)
     assert server.lanes["live"] == FULL.digest
     assert live(path) == "full-kv"
-    assert {change.state for change in Registry(path).history()} == {ChangeState.DONE}
+    assert {change.state for change in PolicyRegistry(path).history()} == {ChangeState.DONE}
 
 
-def test_an_own_policy_goes_with_its_source(path: Path, server: PolicyServer, tmp_path: Path) -> None:
+def test_an_own_policy_goes_with_its_source(
+    path: Path, server: PolicyServer, tmp_path: Path
+) -> None:
     mine = tmp_path / "mine.py"
     shutil.copy(ROOT / "docs" / "examples" / "fewest_left.py", mine)
     ok("promote", f"{mine}:FewestLeft", "--force", "--why", "try", "--live", server.url)
@@ -202,9 +241,12 @@ def test_an_own_policy_goes_with_its_source(path: Path, server: PolicyServer, tm
 def test_what_the_server_refuses_does_not_hold(path: Path, server: PolicyServer) -> None:
     server.mode = "refuse"
     said = refused("promote", "hybrid", "--live", server.url)
-    assert "answered with 409: a budget of 9 blocks does not fit; nothing was changed (change 3 is undone)" in said
+    assert (
+        "answered with 409: a budget of 9 blocks does not fit; nothing was changed (change 3 "
+        "is undone)" in said
+    )
     assert live(path) is None
-    last = Registry(path).history()[-1]
+    last = PolicyRegistry(path).history()[-1]
     assert last.state is ChangeState.UNDONE
     assert "a budget of 9 blocks does not fit" in last.reason
     assert "UNDONE" in ok("history")
@@ -237,9 +279,9 @@ def test_the_key_goes_nowhere_else(
 def test_a_server_that_is_not_there(path: Path) -> None:
     with policy_server() as gone:
         url = gone.url
-    before = Registry(path).history()
+    before = PolicyRegistry(path).history()
     assert "cannot be reached" in refused("promote", "hybrid", "--live", url)
-    assert Registry(path).history() == before
+    assert PolicyRegistry(path).history() == before
 
 
 def test_a_server_that_runs_something_else_is_told(path: Path, server: PolicyServer) -> None:
@@ -247,10 +289,10 @@ def test_a_server_that_runs_something_else_is_told(path: Path, server: PolicySer
     result = zlab("rollback", "--of", "canary", "--live", server.url)
     assert "runs policy 000000000000, the registry has hybrid" in errors(result)
     assert f"hybrid is live for {HERE} at" not in result.stdout
-    before = Registry(path).history()
+    before = PolicyRegistry(path).history()
     assert "hybrid is live for qwen3-8b on h200" in ok("promote", "hybrid", "--live", server.url)
     assert server.lanes["live"] == HYBRID.digest
-    assert Registry(path).history() == before
+    assert PolicyRegistry(path).history() == before
     assert "already" in refused("promote", "hybrid", "--live", server.url)
 
 
@@ -266,18 +308,23 @@ def test_nobody_knows_is_said_and_stays_pending(
 ) -> None:
     ok("promote", "full-kv", "--live", server.url)
     server.mode = mode
-    monkeypatch.setattr("policies.registry_changes.PATIENCE_S", -1.0)
+    monkeypatch.setattr("zlab.policies.registry.PATIENCE_S", -1.0)
     said = refused("promote", "hybrid", "--live", server.url)
     assert "Nobody knows whether the server took change 4: it stays pending" in said
-    waiting = Registry(path).pending(HERE)
+    waiting = PolicyRegistry(path).pending(HERE)
     assert waiting is not None
     assert live(path) == "full-kv"
     assert "PENDING" in ok("history")
     monkeypatch.undo()
     monkeypatch.setenv("ZLAB_REGISTRY", str(path))
     monkeypatch.setenv(KEY_NAME, KEY)
-    assert f"was never finished; `zlab promote` or `zlab rollback` with --live {server.url}" in refused("rollback")
-    assert "name that server by --live" in refused("rollback", "--live", server.url.replace("127.0.0.1", "localhost"))
+    assert (
+        f"was never finished; `zlab promote` or `zlab rollback` with --live {server.url}"
+        in refused("rollback")
+    )
+    assert "name that server by --live" in refused(
+        "rollback", "--live", server.url.replace("127.0.0.1", "localhost")
+    )
     server.mode = "agree"
     result = zlab("promote", "hybrid", "--live", server.url, "--why", "again")
     assert result.exit_code == 0, result.stderr
@@ -288,21 +335,23 @@ def test_nobody_knows_is_said_and_stays_pending(
 
 
 def test_killed_while_the_server_works_on_it(path: Path, server: PolicyServer) -> None:
-    """Kill -9 between registry and server: nothing is half promoted, and the next one finds out what the server did."""
+    """Kill -9 between registry and server: nothing is half promoted, and the next one finds out
+    what the server did.
+    """
     server.mode = "hold"
     for takes_it in (False, True):
         process = start(["promote", "hybrid", "--live", server.url])
         while not server.asked.wait(0.05):
             assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
         assert live(path) is None
-        waiting = Registry(path).pending(HERE)
+        waiting = PolicyRegistry(path).pending(HERE)
         assert waiting is not None
         assert waiting.is_abandoned
         server.lanes["live"] = HYBRID.digest if takes_it else FULL.digest
         server.asked.clear()
-        settled = Registry(path).settle(HERE, server.lanes["live"], "eve")
+        settled = PolicyRegistry(path).settle(HERE, server.lanes["live"], "eve")
         assert settled is not None
         assert settled.state is (ChangeState.DONE if takes_it else ChangeState.UNDONE)
     assert live(path) == "hybrid"

@@ -8,19 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from policies.spec import load_policy
-from sim.hardware import GPUS, MODELS
-from sim.replay import default_limits, replay
 from tests.shared import SHARED, needs_shared
-from tests.zlab.command_line import LONG, PATIENCE_S, SMALL, SMALL_POOL, start, wait_for_words, zlab
-from traces.recording import Recording
-from traces.run import load_run
-from traces.synthetic import REASONING_SHAPES, ReasoningShape, reasoning
+from tests.zlab.command_line import (
+    LONG,
+    PATIENCE_S,
+    SMALL,
+    SMALL_POOL,
+    errors,
+    start,
+    wait_for_words,
+    zlab,
+)
+from zlab.policies.spec import load_policy
+from zlab.sim.replay import default_limits, replay
+from zlab.sim.specs import GPUS, MODELS
+from zlab.traces.recording import Recording, load_run
+from zlab.traces.synthetic import REASONING_SHAPES, ReasoningShape, reasoning
 
 CONTRACT = (
-    "requests_finished requests_refused output_tokens makespan_s tokens_per_s seconds_to_90pct prefill_steps "
-    "decode_steps steps_to_90pct prefill_tokens recomputed_tokens prefix_hit_tokens preemptions swaps compressions "
-    "running_mean running_max occupancy_mean occupancy_max ttft_s tpot_s e2e_s digest wall_s policy workload_sha256"
+    "requests_finished requests_refused output_tokens makespan_s tokens_per_s seconds_to_90pct "
+    "prefill_steps "
+    "decode_steps steps_to_90pct prefill_tokens recomputed_tokens prefix_hit_tokens preemptions "
+    "swaps compressions "
+    "running_mean running_max occupancy_mean occupancy_max ttft_s tpot_s e2e_s digest wall_s "
+    "policy workload_sha256"
 )
 
 
@@ -74,7 +85,11 @@ def test_the_table_shows_every_figure_the_issue_lists() -> None:
 
 def test_the_table_fits_a_narrow_terminal() -> None:
     result = zlab("replay", SMALL, *SMALL_POOL)
-    rows = [line for line in result.stdout.splitlines() if line.startswith((" output", " time", " end to end"))]
+    rows = [
+        line
+        for line in result.stdout.splitlines()
+        if line.startswith((" output", " time", " end to end"))
+    ]
     assert len(rows) == 5
     assert max(len(row.rstrip()) for row in rows) <= 80
 
@@ -83,7 +98,10 @@ def test_blocks_come_from_the_cards_memory_unless_given() -> None:
     policy = load_policy("full-kv")
     for options, expected in (
         ((), default_limits(GPUS["l40s"], MODELS["qwen3-8b"], policy)),
-        (("--memory-utilisation", "0.6"), default_limits(GPUS["l40s"], MODELS["qwen3-8b"], policy, utilisation=0.6)),
+        (
+            ("--memory-utilisation", "0.6"),
+            default_limits(GPUS["l40s"], MODELS["qwen3-8b"], policy, utilisation=0.6),
+        ),
     ):
         shown = zlab("replay", SMALL, "--policy", "full-kv", "--gpu", "l40s", *options).stdout
         assert f"pool of {expected.num_blocks:,} blocks" in shown
@@ -91,9 +109,13 @@ def test_blocks_come_from_the_cards_memory_unless_given() -> None:
 
 def test_every_size_reaches_the_run(tmp_path: Path) -> None:
     options = {
-        "kv-blocks": 600, "block-size": 16, "max-batched-tokens": 512, "max-running": 7, "max-model-len": 3000,
+        "kv-blocks": 600,
+        "block-size": 16,
+        "max-batched-tokens": 512,
+        "max-running": 7,
+        "max-model-len": 3000,
         "host-blocks": 11,
-    }  # fmt: skip
+    }
     flat = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     out = tmp_path / "run"
     assert zlab("replay", SMALL, "--policy", "full-kv", *flat, "--out", str(out)).exit_code == 0
@@ -105,7 +127,8 @@ def test_every_size_reaches_the_run(tmp_path: Path) -> None:
 
 def test_plain_steps_give_the_same_decisions_and_times() -> None:
     fast, plain = (
-        json.loads(zlab("replay", SMALL, *SMALL_POOL, "--json", *option).stdout) for option in ((), ("--plain-steps",))
+        json.loads(zlab("replay", SMALL, *SMALL_POOL, "--json", *option).stdout)
+        for option in ((), ("--plain-steps",))
     )
     assert fast["digest"] == plain["digest"]
     assert fast["e2e_s"] == plain["e2e_s"]
@@ -113,7 +136,11 @@ def test_plain_steps_give_the_same_decisions_and_times() -> None:
 
 def test_longer_outputs_where_requests_are_compressed() -> None:
     plain, longer = (
-        json.loads(zlab("replay", SMALL, *SMALL_POOL, "-p", "hybrid:budget.tokens=512", "--json", *option).stdout)
+        json.loads(
+            zlab(
+                "replay", SMALL, *SMALL_POOL, "-p", "hybrid:budget.tokens=512", "--json", *option
+            ).stdout
+        )
         for option in ((), ("--length-multiplier", "1.5"))
     )
     assert plain["output_tokens"] < longer["output_tokens"] <= 1.5 * plain["output_tokens"] + 16
@@ -142,7 +169,12 @@ def test_refused_requests_are_counted_with_the_reason() -> None:
 def test_a_run_that_serves_nobody_ends_with_1() -> None:
     result = zlab("replay", SMALL, "--max-model-len", "64", "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["requests_refused"] == 16
+    shown = json.loads(result.stdout)
+    assert shown["requests_refused"] == 16
+    assert sum(one["requests"] for one in shown["refusals"]) == 16
+    assert all(one["first"]["message"] for one in shown["refusals"])
+    assert shown["limits"]["num_blocks"] > 0
+    assert (shown["gpu"], shown["model"]) == ("h200", "qwen3-8b")
     assert result.stderr == "error: no request could be served\n"
 
 
@@ -161,7 +193,11 @@ def test_bad_rows_end_with_1_or_are_left_out(tmp_path: Path) -> None:
 
 @needs_shared
 def test_prefix_hits_are_set_beside_what_the_trace_repeats(tmp_path: Path) -> None:
-    head = (SHARED / "traces/mooncake_synthetic_trace.jsonl").read_text().splitlines(keepends=True)[:100]
+    head = (
+        (SHARED / "traces/mooncake_synthetic_trace.jsonl")
+        .read_text()
+        .splitlines(keepends=True)[:100]
+    )
     path = tmp_path / "head.jsonl"
     path.write_text("".join(head))
     shown = " ".join(zlab("replay", str(path)).stdout.split())
@@ -192,14 +228,25 @@ def test_ctrl_c_leaves_a_readable_recording_marked_incomplete(tmp_path: Path) ->
 
 
 def test_progress_goes_to_stderr_and_not_beside_json() -> None:
-    arguments = [sys.executable, "-m", "zlab", "replay", LONG, "--kv-blocks", "512", "--plain-steps"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "zlab",
+        "replay",
+        LONG,
+        "--kv-blocks",
+        "512",
+        "--plain-steps",
+    ]
     shown = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert " of 1,280 requests after " in shown.stderr
     assert "s left" in shown.stderr
     assert "requests after" not in shown.stdout
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("-h",), ("replay", "--help"), ("policy", "-h")])
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("-h",), ("replay", "--help"), ("policy", "-h")]
+)
 def test_help_and_version(arguments: tuple[str, ...]) -> None:
     result = zlab(*arguments)
     assert result.exit_code == 0
@@ -207,13 +254,21 @@ def test_help_and_version(arguments: tuple[str, ...]) -> None:
 
 
 def test_another_policy_takes_over_at_a_step() -> None:
-    words = ("--policy", "full-kv", "--change", "300:hybrid:budget.tokens=512", "--change", "900:full-kv")
+    words = (
+        "--policy",
+        "full-kv",
+        "--change",
+        "300:hybrid:budget.tokens=512",
+        "--change",
+        "900:full-kv",
+    )
     shown = zlab("replay", SMALL, *SMALL_POOL, *words)
     assert shown.exit_code == 0
     assert "from step 300 on: hybrid:budget.tokens=512" in shown.stdout
     assert shown.stdout.index("from step 300 on") < shown.stdout.index("from step 900 on: full-kv")
     changed, plain = (
-        json.loads(zlab("replay", SMALL, *SMALL_POOL, *some, "--json").stdout) for some in (words, words[:2])
+        json.loads(zlab("replay", SMALL, *SMALL_POOL, *some, "--json").stdout)
+        for some in (words, words[:2])
     )
     assert changed["compressions"] > 0 == plain["compressions"]
     assert changed["requests_finished"] == plain["requests_finished"] == 16
@@ -235,3 +290,63 @@ def test_changes_that_never_come_and_ones_that_make_no_sense() -> None:
     order = zlab("replay", SMALL, *SMALL_POOL, "--change", "5:hybrid", "--change", "4:full-kv")
     assert order.exit_code == 2
     assert "in order of their steps: 4 after 5" in order.stderr
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        ("-p", "full-kv", "--block-size", "4"),  # an observation window of 16 tokens
+        ("-p", "nano-vllm", "--block-size", "8"),
+        ("-p", "hybrid:slots=none,scorer=recent", "--block-size", "8"),
+        ("-p", "hybrid:scorer=random", "--block-size", "8"),
+        ("-p", "full-kv:prefix=none", "--block-size", "24"),  # prefix ids of 16 tokens
+        ("-p", "hybrid-adaptive:budget.blocks=4,budget.tokens=9000"),  # more than most_tokens
+    ],
+)
+def test_a_setting_is_checked_only_where_it_is_used(unused: tuple[str, ...]) -> None:
+    result = zlab("replay", "synth:chat?num_requests=6", *unused, "--kv-blocks", "3000", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["requests_finished"] == 6
+
+
+def test_a_change_to_a_policy_that_uses_a_setting_is_checked() -> None:
+    pool = ("--block-size", "24", "--kv-blocks", "3000")
+    change = ("-p", "full-kv:prefix=none", "--change", "5:full-kv")
+    result = zlab("replay", "synth:chat?num_requests=6", *change, *pool)
+    assert result.exit_code == 2
+    assert "do not divide one another" in errors(result)
+
+
+def test_a_replay_says_what_it_assumes_of_lengths_and_finds_the_break_even() -> None:
+    policy = ("--policy", "hybrid:budget.tokens=512")
+    command = ("replay", SMALL, *SMALL_POOL, *policy, "--break-even", "full-kv")
+    shown = " ".join(zlab(*command).stdout.split())
+    assert "not known: no length profile was given" in shown
+    assert "finishes more requests a second than full-kv until outputs get" in shown
+    found = json.loads(zlab(*command, "--json").stdout)
+    assert found["lengths"]["known"] is False
+    assert found["break_even"]["multiplier"] > 1
+    assert found["solved_per_s"] is None
+    whole = zlab("replay", SMALL, *SMALL_POOL, "--policy", "full-kv").stdout
+    assert "length" not in whole
+    refused = zlab(*command, "--change", "3:full-kv")
+    assert refused.exit_code == 2
+    assert "--break-even is about one policy" in refused.stderr
+
+
+def test_a_pool_that_no_card_holds_is_refused_unless_pretended(tmp_path: Path) -> None:
+    base = ["replay", "synth:fixed?num_requests=4&prompt=40&output=60", "--gpu", "rtx4090"]
+    base += ["--model", "qwen3-32b", "--kv-blocks", "64"]
+    refused = zlab(*base)
+    assert refused.exit_code == 2
+    assert "64 blocks of 256 tokens do not fit on one rtx4090 beside qwen3-32b" in refused.stderr
+    assert "--pretend" in refused.stderr
+    out = tmp_path / "run"
+    told = zlab(*base, "--pretend", "--out", str(out))
+    assert "pretended: 64 blocks of 256 tokens do not fit" in told.stdout
+    assert "do not fit" in load_run(out).manifest["pretended"]
+    assert "do not fit" in json.loads(zlab(*base, "--pretend", "--json").stdout)["pretended"]
+    fits = [*base[:2], "--kv-blocks", "64", "--pretend", "--json"]
+    real = zlab(*fits)
+    assert "nothing is pretended" in real.stderr
+    assert "pretended" not in json.loads(real.stdout)

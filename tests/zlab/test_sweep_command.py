@@ -1,4 +1,6 @@
-"""`zlab sweep`: every point a row, written as asked, over processes or a cluster, whole after Ctrl-C."""
+"""`zlab sweep`: every point a row, written as asked, over processes or a cluster, whole after
+Ctrl-C.
+"""
 
 import csv
 import json
@@ -10,7 +12,15 @@ import distributed
 import pyarrow.parquet as pq
 import pytest
 
-from tests.zlab.command_line import PATIENCE_S, SMALL, SMALL_POOL, errors, start, wait_for_words, zlab
+from tests.zlab.command_line import (
+    PATIENCE_S,
+    SMALL,
+    SMALL_POOL,
+    errors,
+    start,
+    wait_for_words,
+    zlab,
+)
 
 LONG = "synth:amc23?samples=1"
 GRID = ("--grid", "policy=full-kv,hybrid", "--grid", "kv-blocks=4,40")
@@ -32,7 +42,8 @@ def test_rows_come_in_the_order_of_the_grid_and_bad_points_have_their_error() ->
     assert [p["error"] for p in points] == [
         None,
         None,
-        "ConfigError: a budget of 9 blocks does not fit in a pool of 4: the pool needs at least 9 blocks, or the "
+        "ConfigError: a budget of 9 blocks does not fit in a pool of 4: the pool needs at least "
+        "9 blocks, or the "
         "budget may keep at most 768 tokens",
         None,
     ]
@@ -74,24 +85,58 @@ def test_settings_of_the_policy_and_seeds_are_grid_keys() -> None:
         "--grid",
         "policy=hybrid,hybrid:prefix=none,join=blocking",
     )
-    points = json.loads(zlab("sweep", SMALL, *SMALL_POOL, *grid, "--json", "--jobs", "1").stdout)["points"]
+    points = json.loads(zlab("sweep", SMALL, *SMALL_POOL, *grid, "--json", "--jobs", "1").stdout)[
+        "points"
+    ]
     assert len(points) == 8
     assert points[7]["policy"] == "hybrid:prefix=none,join=blocking,budget.tokens=1024"
     assert len({point["workload_sha256"] for point in points}) == 2
     assert points[0]["compressions"] > points[4]["compressions"]
 
 
+def test_a_setting_that_a_policy_does_not_have_is_a_blank_cell(tmp_path: Path) -> None:
+    grid = ("--grid", "policy=full-kv,hybrid", "--grid", "budget.tokens=512,1024", "--jobs", "1")
+    rows = tmp_path / "rows"
+    shown = zlab("sweep", SMALL, *SMALL_POOL, *grid, "--out", str(rows.with_suffix(".csv")))
+    assert shown.exit_code == 0
+    assert "full-kv has no setting budget.tokens: one row for all its values" in shown.stdout
+    assert "None" not in shown.stdout
+    with rows.with_suffix(".csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["budget.tokens"] for row in found] == ["", "512", "1024"]
+    assert not any(row["error"] for row in found)
+    zlab("sweep", SMALL, *SMALL_POOL, *grid, "--out", str(rows.with_suffix(".parquet")))
+    table = pq.read_table(rows.with_suffix(".parquet"))
+    assert table["budget.tokens"].to_pylist() == [None, 512, 1024]
+    result = zlab("sweep", SMALL, *SMALL_POOL, *grid, "--json")
+    points = json.loads(result.stdout)["points"]
+    assert [point["blank"] for point in points] == [["budget.tokens"], [], []]
+    assert points[0]["parameters"] == {"policy": "full-kv", "budget.tokens": None}
+
+
+def test_a_setting_that_no_policy_has_is_misuse() -> None:
+    result = zlab("sweep", SMALL, "-p", "full-kv", "--grid", "budget.tokens=512,1024")
+    assert result.exit_code == 2
+    assert "'budget.tokens' is not a setting of any policy of the grid (full-kv)" in errors(result)
+
+
 def test_no_point_that_runs_ends_with_1() -> None:
-    result = zlab("sweep", SMALL, "--grid", "gpu=h200,h201", "--policy", "hybrid:window=300", "--jobs", "1")
+    result = zlab(
+        "sweep", SMALL, "--grid", "gpu=h200,h201", "--policy", "hybrid:window=300", "--jobs", "1"
+    )
     assert result.exit_code == 1
-    assert "1 point gpu=h201: SimError: unknown GPU 'h201': did you mean 'h200'?" in " ".join(result.stdout.split())
+    assert "1 point gpu=h201: SimError: unknown GPU 'h201'; did you mean 'h200'?" in " ".join(
+        result.stdout.split()
+    )
     assert "no point could run" in errors(result)
 
 
 def test_the_same_over_processes_and_over_a_dask_cluster() -> None:
     alone = json.loads(zlab("sweep", SMALL, *GRID, "--json", "--jobs", "1").stdout)["points"]
     spread = zlab("sweep", SMALL, *GRID, "--json", "--jobs", "2")
-    assert [point.get("digest") for point in json.loads(spread.stdout)["points"]] == [p.get("digest") for p in alone]
+    assert [point.get("digest") for point in json.loads(spread.stdout)["points"]] == [
+        p.get("digest") for p in alone
+    ]
     with local_cluster() as cluster:
         address = ("--backend", "dask", "--cluster", cluster.scheduler_address)
         process = start(["sweep", SMALL, *GRID, "--json", *address])
@@ -106,7 +151,20 @@ def test_the_same_over_processes_and_over_a_dask_cluster() -> None:
 def test_ctrl_c_keeps_the_rows_that_had_finished(tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
     seeds = ",".join(map(str, range(300)))  # a minute's work and more
-    process = start(["sweep", LONG, "--kv-blocks", "512", "--grid", f"seed={seeds}", "--out", str(out), "--jobs", "1"])
+    process = start(
+        [
+            "sweep",
+            LONG,
+            "--kv-blocks",
+            "512",
+            "--grid",
+            f"seed={seeds}",
+            "--out",
+            str(out),
+            "--jobs",
+            "1",
+        ]
+    )
     wait_for_words(process, " of 300 points after ")  # at least one has finished
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)

@@ -1,4 +1,6 @@
-"""`zlab trust`: what it prints and writes on the engine's kept recording and on made-up ones, and what it refuses."""
+"""`zlab trust`: what it prints and writes on the engine's kept recording and on made-up ones, and
+what it refuses.
+"""
 
 import json
 import shutil
@@ -8,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sim.fitting import fit
-from sim.measurements import parse_measurements
-from sim.profile import Profile, from_profile, save_profile
+from tests.sim.cases import TRUTH, document
 from tests.sim.disguised import change_manifest, disguised
-from tests.sim.made_up import TRUTH, document
-from tests.sim.test_trust import KEPT, load, rewrite
+from tests.sim.test_fidelity import KEPT, load, rewrite
 from tests.zlab.command_line import errors, zlab
+from zlab.sim.fitting import fit
+from zlab.sim.profiles import Profile, from_profile, parse_measurements, save_profile
 
 CARD = ("--gpu", "h200", "--model", "smollm2-135m")  # rows for a roofline of what has none
 FIGURES = 14
@@ -34,14 +35,18 @@ def profile(tmp_path: Path) -> str:
 @pytest.fixture
 def tiny_profile(tmp_path: Path) -> str:
     """As if the kept recording's machine had been calibrated."""
-    return str(save_profile(replace(fitted(), gpu="cpu-x86-64", model="tiny", dtype="float32"), tmp_path))
+    return str(
+        save_profile(replace(fitted(), gpu="cpu-x86-64", model="tiny", dtype="float32"), tmp_path)
+    )
 
 
 def test_a_report_of_one_run(tiny_profile: str) -> None:
     result = zlab("trust", str(KEPT), "--profile", tiny_profile, "--roofline", *CARD)
     assert result.exit_code == 0, result.output
     assert "costs: cpu-x86-64-tiny-float32 2026-11-30" in result.stdout
-    assert "note: the profile was measured with torch 2.11.0, the run with 2." in " ".join(result.stdout.split())
+    assert "note: the profile was measured with torch 2.11.0, the run with 2." in " ".join(
+        result.stdout.split()
+    )
     assert "decisions (free replay): equal, digest" in result.stdout
     for words in (
         "makespan, s",
@@ -53,14 +58,22 @@ def test_a_report_of_one_run(tiny_profile: str) -> None:
     ):
         assert words in result.stdout
     assert "3% NOT MET" in result.stdout
-    for words in ("decode only", "mixed", "with compression", "lacks of all", "the engine's own steps, priced:"):
+    for words in (
+        "decode only",
+        "mixed",
+        "with compression",
+        "lacks of all",
+        "the engine's own steps, priced:",
+    ):
         assert words in result.stdout
 
 
 def test_goals_are_met_where_the_model_is_right(tmp_path: Path, profile: str) -> None:
     run = disguised(tmp_path / "run", load(), "hybrid:budget.tokens=96", from_profile(fitted()))
     out = tmp_path / "trust.json"
-    result = zlab("trust", str(run), "--profile", profile, "--roofline", "--out", str(out), "--json")
+    result = zlab(
+        "trust", str(run), "--profile", profile, "--roofline", "--out", str(out), "--json"
+    )
     assert result.exit_code == 0
     shown = json.loads(result.stdout)
     assert json.loads(out.read_text()) == shown
@@ -80,7 +93,7 @@ def test_without_a_profile_the_roofline_is_judged() -> None:
     result = zlab("trust", str(KEPT), *CARD)
     assert result.exit_code == 0
     words = " ".join(result.stdout.split())
-    assert "no measured profile 'cpu-x86-64-tiny-float32';" in words
+    assert "unknown measured profile 'cpu-x86-64-tiny-float32'" in words
     assert "the roofline is judged instead" in words
     assert "costs: roofline" in words
     refused = zlab("trust", str(KEPT))
@@ -90,10 +103,20 @@ def test_without_a_profile_the_roofline_is_judged() -> None:
 
 
 def test_the_order_of_policies(tmp_path: Path, profile: str) -> None:
-    """The engine's order is the simulator's, then it is turned round by hand: the fastest run is made the slowest."""
-    policies = ("full-kv", "hybrid:budget.tokens=64", "hybrid:budget.tokens=96", "constrained:budget.tokens=64")
+    """The engine's order is the simulator's, then it is turned round by hand: the fastest run is
+    made the slowest.
+    """
+    policies = (
+        "full-kv",
+        "hybrid:budget.tokens=64",
+        "hybrid:budget.tokens=96",
+        "constrained:budget.tokens=64",
+    )
     cost = from_profile(fitted())
-    runs = [disguised(tmp_path / str(place), load(), policy, cost) for place, policy in enumerate(policies)]
+    runs = [
+        disguised(tmp_path / str(place), load(), policy, cost)
+        for place, policy in enumerate(policies)
+    ]
     shown = json.loads(zlab("trust", *map(str, runs), "--profile", profile, "--json").stdout)
     assert shown["ranking"] == {"profile": 1.0}
     rates = [row["profile"]["figures"]["tokens_per_s"]["measured"] for row in shown["runs"]]
@@ -135,7 +158,10 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path, profile: str) ->
     assert result.exit_code == 2
     message = errors(result)
     assert "profile h200-qwen3-8b-bfloat16 does not belong to" in message
-    assert "gpu h200, recorded with cpu-x86-64; model qwen3-8b, recorded with tiny; dtype bfloat16, recorded" in message
+    assert (
+        "gpu h200, recorded with cpu-x86-64; model qwen3-8b, recorded with tiny; dtype bfloat16, "
+        "recorded" in message
+    )
     run = disguised(tmp_path / "run", load(), "hybrid:budget.tokens=96", from_profile(fitted()))
     large = save_profile(replace(fitted(), block_size=256), tmp_path)
     result = zlab("trust", str(run), "--profile", str(large))
@@ -143,4 +169,4 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path, profile: str) ->
     assert "block size 256, recorded with 16" in errors(result)
     nowhere = zlab("trust", str(KEPT), "--profile", "cpu-tiny")
     assert nowhere.exit_code == 2
-    assert "no measured profile 'cpu-tiny'" in errors(nowhere)
+    assert "unknown measured profile 'cpu-tiny'" in errors(nowhere)

@@ -1,9 +1,18 @@
-"""Public trace formats: read any of them into a workload, write the canonical one or Mooncake's."""
+"""Public trace formats: readers for all of them, and writers for `llm-trace/1` and Mooncake's
+format.
+"""
 
-from traces.formats.detect import FORMATS, detect_format
-from traces.formats.mooncake import write_mooncake
-from traces.formats.native import write_native
-from traces.formats.reader import BadLine, CheckReport, EmptyTraceError, check_trace, read_trace
+from zlab.traces.formats.mooncake import write_mooncake
+from zlab.traces.formats.native import write_native
+from zlab.traces.formats.reader import (
+    FORMATS,
+    BadLine,
+    CheckReport,
+    EmptyTraceError,
+    check_trace,
+    detect_format,
+    read_trace,
+)
 
 __all__ = [
     "FORMATS",

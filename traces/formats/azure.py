@@ -1,9 +1,10 @@
-"""Azure LLM inference traces: one request a row, a wall-clock time with seven fractional digits, no ids."""
+"""Azure LLM inference traces: one request per row, wall-clock times with seven fractional digits,
+no ids.
+"""
 
 from pathlib import Path
 
-from traces.formats.cells import clock_ticks, length
-from traces.formats.layout import Format, Record, Row, RowReader
+from zlab.traces.formats.layout import Format, Record, Row, RowReader, clock_ticks, length
 
 
 def _row(record: Record) -> Row:

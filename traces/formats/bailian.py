@@ -1,21 +1,26 @@
-"""Qwen-Bailian and ServeGen's offline format: 16-token blocks named by *content*, chained here before use.
+"""Qwen-Bailian traces and ServeGen's offline format: 16-token blocks with *content* ids, which the
+reader chains.
 
-Unchained they would overstate reuse: a block's content may return behind another beginning, its KV may not.
+Content ids alone would overstate reuse: a block's content may occur again after another prefix, but
+then its keys and values differ.
 """
 
 from pathlib import Path
 from typing import Any
 
-from traces.blocks import BlockChains
-from traces.formats.cells import block_ids, length, text, ticks, whole
-from traces.formats.layout import Format, Record, Row
+from zlab.traces.block_ids import BlockChains
+from zlab.traces.formats.layout import Format, Record, Row, block_ids, length, text, ticks, whole
 
 BLOCK_SIZE = 16
 CHAINED = "content block ids chained"
 
 
 def _chat_id(name: str, value: Any) -> str:
-    return str(whole(name, value)) if type(value) is int else text(name, value) or str(whole(name, value))
+    return (
+        str(whole(name, value))
+        if type(value) is int
+        else text(name, value) or str(whole(name, value))
+    )
 
 
 class _BailianReader:
@@ -37,7 +42,9 @@ class _BailianReader:
         }
         if record["parent_chat_id"] not in {-1, "-1"}:
             row["parent"] = _chat_id("parent_chat_id", record["parent_chat_id"])
-        row["session"] = self._sessions.setdefault(identity, self._sessions.get(row.get("parent", ""), identity))
+        row["session"] = self._sessions.setdefault(
+            identity, self._sessions.get(row.get("parent", ""), identity)
+        )
         row["prefix_ids"] = self._chains.chain(contents)
         return row
 
@@ -46,7 +53,15 @@ BAILIAN = Format(
     name="bailian",
     what="Qwen-Bailian trace (JSON Lines)",
     layout="jsonl",
-    required=("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "turn", "hash_ids"),
+    required=(
+        "chat_id",
+        "parent_chat_id",
+        "timestamp",
+        "input_length",
+        "output_length",
+        "turn",
+        "hash_ids",
+    ),
     begin=_BailianReader,
     source="Qwen-Bailian anonymous dataset",
     licence="Apache-2.0",

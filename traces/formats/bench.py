@@ -1,19 +1,32 @@
-"""Benchmark workloads (W1, W2, W4): lengths and a seed for the prompt's tokens; equal seeds mean equal prompts."""
+"""Benchmark workloads (W1, W2, W4): lengths and a seed for the prompt's tokens. Equal seeds mean
+equal prompts.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from traces.formats.cells import BadRowError, length, number, shown, text, whole
-from traces.formats.layout import Format, Record, Row
+from zlab.traces.formats.layout import (
+    BadRowError,
+    Format,
+    Record,
+    Row,
+    length,
+    number,
+    shown,
+    text,
+    whole,
+)
 
 FIRST_TOKEN_ID = 1000
 END_TOKEN_ID = 150_000
 
 
 class _BenchReader:
-    """Keeps one tuple of token ids per distinct prompt, so that samples of a problem share it in memory too."""
+    """Reads rows and keeps one tuple of token ids for each distinct prompt, so that samples of a
+    problem share it in memory.
+    """
 
     def __init__(self, _path: Path) -> None:
         self._prompts: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
@@ -21,10 +34,15 @@ class _BenchReader:
     def _prompt(self, value: Any, prompt_tokens: int) -> tuple[int, ...]:
         words = value if isinstance(value, list) else [value]
         if not words or any(type(word) is not int or word < 0 for word in words):
-            raise BadRowError("prompt_seed is not a seed", f"prompt_seed is {shown(value)}, must be whole numbers >= 0")
+            raise BadRowError(
+                "prompt_seed is not a seed",
+                f"prompt_seed is {shown(value)}, must be whole numbers >= 0",
+            )
         key = (tuple(words), prompt_tokens)
         if key not in self._prompts:
-            drawn = np.random.default_rng(value).integers(FIRST_TOKEN_ID, END_TOKEN_ID, size=prompt_tokens)
+            drawn = np.random.default_rng(value).integers(
+                FIRST_TOKEN_ID, END_TOKEN_ID, size=prompt_tokens
+            )
             self._prompts[key] = tuple(drawn.tolist())
         return self._prompts[key]
 

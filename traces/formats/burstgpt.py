@@ -1,12 +1,25 @@
-"""BurstGPT: one request a row, whole seconds. Version 3 inserted columns, hence read by column name.
+"""BurstGPT: one request per row, times in whole seconds. Columns are read by name, because version
+3 inserted some.
 
-A row of 0 request and 0 response tokens is a failed request: dropped and counted. Any other zero is a bad row.
+A row of 0 request and 0 response tokens is a failed request: it is dropped and counted. Any other
+zero makes a bad row.
 """
 
 from pathlib import Path
 
-from traces.formats.cells import BadRowError, FailedRequestError, length, number, text, ticks, whole
-from traces.formats.layout import Format, Record, Row, RowReader
+from zlab.traces.formats.layout import (
+    BadRowError,
+    FailedRequestError,
+    Format,
+    Record,
+    Row,
+    RowReader,
+    length,
+    number,
+    text,
+    ticks,
+    whole,
+)
 
 
 def _row(record: Record) -> Row:
@@ -28,7 +41,8 @@ def _row(record: Record) -> Row:
         if total != row["prompt_tokens"] + row["output_tokens"]:
             raise BadRowError(
                 "Total tokens do not add up",
-                f"Total tokens is {total}, request and response make {row['prompt_tokens'] + row['output_tokens']}",
+                f"Total tokens is {total}, request and response make "
+                f"{row['prompt_tokens'] + row['output_tokens']}",
             )
     return row
 

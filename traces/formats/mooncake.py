@@ -1,17 +1,26 @@
-"""Mooncake-style JSON Lines, read and written: milliseconds, lengths, one chained id per 512 prompt tokens.
+"""Mooncake-style JSON Lines, read and written: milliseconds, lengths, one chained id for each 512
+prompt tokens.
 
-vLLM, AIPerf, Dynamo and guidellm read what `write_mooncake` writes.
+vLLM, AIPerf, Dynamo and guidellm read the output of `write_mooncake`.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from traces.blocks import PromptBlocks
-from traces.formats.cells import TICKS_PER_S, BadRowError, block_ids, length, ticks
-from traces.formats.layout import Format, Record, Row
-from traces.formats.native import text_output
-from traces.workload import TraceError, TraceRequest, Workload
+from zlab.traces.block_ids import PromptBlocks
+from zlab.traces.formats.layout import (
+    TICKS_PER_S,
+    BadRowError,
+    Format,
+    Record,
+    Row,
+    block_ids,
+    length,
+    ticks,
+)
+from zlab.traces.formats.native import text_output
+from zlab.traces.workload import TraceError, TraceRequest, Workload
 
 BLOCK_SIZE = 512
 MS_PER_S = 1000
@@ -20,7 +29,9 @@ COLUMNS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 class _MooncakeReader:
-    """`hash_ids` may be left out of a whole file (sharing unknown), not of some rows, and not under another name."""
+    """Reads rows. `hash_ids` may be missing in all rows of a file (then it is unknown what prompts
+    share), but not in some rows, and not under another name.
+    """
 
     def __init__(self, _path: Path) -> None:
         self._has_ids: bool | None = None
@@ -36,7 +47,9 @@ class _MooncakeReader:
             row["prefix_ids"] = block_ids("hash_ids", record["hash_ids"], prompt_tokens, BLOCK_SIZE)
         elif any(isinstance(value, list) for value in record.values()):
             others = ", ".join(name for name in record if name not in COLUMNS)
-            raise BadRowError("hash_ids is missing", f"hash_ids is missing, found instead: {others}")
+            raise BadRowError(
+                "hash_ids is missing", f"hash_ids is missing, found instead: {others}"
+            )
         has_ids = "hash_ids" in record
         if self._has_ids is None:
             self._has_ids = has_ids
@@ -64,12 +77,18 @@ def _timestamp_ms(arrival_s: float | None) -> int | float:
     if arrival_s is None:
         return 0
     whole_ticks = round(arrival_s * TICKS_PER_S)
-    return whole_ticks // TICKS_PER_MS if whole_ticks % TICKS_PER_MS == 0 else whole_ticks / TICKS_PER_MS
+    return (
+        whole_ticks // TICKS_PER_MS
+        if whole_ticks % TICKS_PER_MS == 0
+        else whole_ticks / TICKS_PER_MS
+    )
 
 
 def _line(request: TraceRequest, ids: tuple[int, ...] | None) -> str:
     if request.output_tokens is None:
-        raise TraceError(f"request {request.id!r} has no output length, which the Mooncake format needs")
+        raise TraceError(
+            f"request {request.id!r} has no output length, which the Mooncake format needs"
+        )
     row: dict[str, Any] = {
         "timestamp": _timestamp_ms(request.arrival_s),
         "input_length": request.prompt_tokens,
@@ -81,12 +100,12 @@ def _line(request: TraceRequest, ids: tuple[int, ...] | None) -> str:
 
 
 def write_mooncake(workload: Workload, path: Path | str) -> None:
-    """Write the workload as Mooncake-style JSON Lines (gzipped when named `.gz`).
+    """Write the workload as Mooncake-style JSON Lines, gzipped if the name ends in `.gz`.
 
-    Kept: times to 100 ns (whole milliseconds as integers; an offline batch is all at 0), lengths, and what the
-    prompts share, in blocks of 512 whatever size the workload has. Lost: ids, sessions, classes, priorities. A
-    workload in which only some requests say what they share cannot be written: leaving the ids out or making them up
-    would both say something untrue.
+    The file keeps times to 100 ns (whole milliseconds as integers; an offline batch is all at 0),
+    lengths, and what the prompts share, in blocks of 512 tokens for any block size of the workload.
+    It loses ids, sessions, classes and priorities. Raise TraceError for a workload in which only
+    some requests say what they share: neither missing nor invented ids would be true.
     """
     blocks = PromptBlocks(workload.meta, BLOCK_SIZE)
     has_ids: bool | None = None
@@ -95,6 +114,12 @@ def write_mooncake(workload: Workload, path: Path | str) -> None:
             ids = blocks.all_blocks(request)
             has_ids = ids is not None if has_ids is None else has_ids
             if has_ids != (ids is not None):
-                known = "no prefix or prompt ids, others have" if has_ids else "prefix or prompt ids, others have none"
-                raise TraceError(f"request {request.id!r} has {known}; the Mooncake format needs all or none")
+                known = (
+                    "no prefix or prompt ids, others have"
+                    if has_ids
+                    else "prefix or prompt ids, others have none"
+                )
+                raise TraceError(
+                    f"request {request.id!r} has {known}; the Mooncake format needs all or none"
+                )
             lines.write(_line(request, ids))

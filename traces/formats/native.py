@@ -1,4 +1,6 @@
-"""The project's own format `llm-trace/1`: JSON Lines of `TraceRequest` fields and NAME.meta.json beside them."""
+"""The project's own format `llm-trace/1`: JSON Lines of `TraceRequest` fields, with a file
+NAME.meta.json beside them.
+"""
 
 import gzip
 import io
@@ -9,11 +11,22 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from traces.blocks import BlockChains
-from traces.formats.cells import BadRowError, ids, length, number, shown, text, whole
-from traces.formats.layout import Format, Record, Row
-from traces.formats.source import trace_name
-from traces.workload import REQUEST_FIELDS, TraceError, Workload, WorkloadMeta, request_to_line
+from zlab.traces.block_ids import BlockChains
+from zlab.traces.choices import unknown_choice
+from zlab.traces.formats.layout import (
+    BadRowError,
+    Format,
+    Record,
+    Row,
+    ids,
+    length,
+    number,
+    shown,
+    text,
+    trace_name,
+    whole,
+)
+from zlab.traces.workload import REQUEST_FIELDS, TraceError, Workload, WorkloadMeta, request_to_line
 
 SCHEMA = "llm-trace/1"
 RECORDED_LIVE = "recorded live"
@@ -54,17 +67,19 @@ REQUIRED = ("id", "prompt_tokens")
 
 
 def meta_path(path: Path) -> Path:
-    """Where the metadata of the trace at `path` lies: NAME.meta.json beside it."""
+    """Return the path of the metadata of the trace at `path`: NAME.meta.json in the same folder."""
     return path.with_name(trace_name(path) + ".meta.json")
 
 
 def is_live(meta: WorkloadMeta | None) -> bool:
-    """Whether a trace was written while requests ended, so that its writer may have been stopped within a line."""
+    """Return whether a trace was written while requests ended. Its writer may have been stopped
+    within a line.
+    """
     return meta is not None and RECORDED_LIVE in meta.modifications
 
 
 def write_meta(path: Path, meta: WorkloadMeta) -> None:
-    """Write the metadata of the trace at `path` beside it, in one move."""
+    """Write the metadata of the trace at `path`, atomically."""
     with text_output(meta_path(path)) as file:
         file.write(json.dumps({"schema": SCHEMA, **asdict(meta)}, indent=2) + "\n")
 
@@ -72,11 +87,13 @@ def write_meta(path: Path, meta: WorkloadMeta) -> None:
 def _check_meta(path: Path, found: dict[str, Any]) -> None:
     unknown = sorted(found.keys() - set(META_FIELDS) - {"schema"})
     if unknown:
-        raise TraceError(f"{path}: unknown field {unknown[0]!r}; known are {', '.join(META_FIELDS)}")
+        raise TraceError(f"{path}: {unknown_choice('field', unknown[0], META_FIELDS)}")
     if found.get("schema", SCHEMA) != SCHEMA:
         raise TraceError(f"{path}: schema is {found['schema']!r}, must be {SCHEMA!r}")
     dropped = found.get("dropped", {})
-    if not isinstance(dropped, dict) or not all(type(n) is int and n >= 0 for n in dropped.values()):
+    if not isinstance(dropped, dict) or not all(
+        type(n) is int and n >= 0 for n in dropped.values()
+    ):
         raise TraceError(f"{path}: dropped is {shown(dropped)}, must be counts by reason")
     for name in ("rows_read", "rows_kept"):
         if type(found.get(name, 0)) is not int or found.get(name, 0) < 0:
@@ -89,22 +106,35 @@ def _check_meta(path: Path, found: dict[str, Any]) -> None:
     block_size = found.get("block_size")
     if block_size is not None and not (type(block_size) is int and block_size >= 1):
         raise TraceError(f"{path}: block_size is {shown(block_size)}, must be a whole number >= 1")
-    for name, choices in (("block_id_kind", ("chained", "content")), ("last_block", ("partial", "full"))):
+    for name, choices in (
+        ("block_id_kind", ("chained", "content")),
+        ("last_block", ("partial", "full")),
+    ):
         if found.get(name) not in {None, *choices}:
-            raise TraceError(f"{path}: {name} is {shown(found[name])}, must be one of {', '.join(choices)}")
+            raise TraceError(
+                f"{path}: {name} is {shown(found[name])}, must be one of {', '.join(choices)}"
+            )
     resolution = found.get("arrival_resolution_s")
-    if resolution is not None and not (type(resolution) in {int, float} and 0 < resolution < float("inf")):
-        raise TraceError(f"{path}: arrival_resolution_s is {shown(resolution)}, must be a number above 0")
+    if resolution is not None and not (
+        type(resolution) in {int, float} and 0 < resolution < float("inf")
+    ):
+        raise TraceError(
+            f"{path}: arrival_resolution_s is {shown(resolution)}, must be a number above 0"
+        )
     modifications = found.get("modifications", [])
     if not isinstance(modifications, list) or not all(isinstance(m, str) for m in modifications):
-        raise TraceError(f"{path}: modifications is {shown(modifications)}, must be a list of strings")
+        raise TraceError(
+            f"{path}: modifications is {shown(modifications)}, must be a list of strings"
+        )
     for name in ("name", "source", "licence", "sha256"):
         if not isinstance(found.get(name, ""), str):
             raise TraceError(f"{path}: {name} is {shown(found[name])}, must be a string")
 
 
 def read_meta(path: Path) -> WorkloadMeta | None:
-    """The metadata beside the trace at `path`, or None where there is none. Unknown or wrong fields are errors."""
+    """Return the metadata of the trace at `path`, or None without any. Raise TraceError for unknown
+    or wrong fields.
+    """
     file = meta_path(path)
     try:
         found = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -121,7 +151,9 @@ def read_meta(path: Path) -> WorkloadMeta | None:
 
 
 class _NativeReader:
-    """Checks every field; content ids are chained. The first row says whether the trace is timed or all at once."""
+    """Checks every field and chains content ids. The first row decides whether the trace has times
+    or is an offline batch.
+    """
 
     def __init__(self, path: Path) -> None:
         self._meta = read_meta(path) or WorkloadMeta(name=trace_name(path))
@@ -133,8 +165,8 @@ class _NativeReader:
         for name, value in record.items():
             check = CHECKS.get(name)
             if check is None:
-                known = ", ".join(REQUEST_FIELDS)
-                raise BadRowError(f"unknown field {name!r}", f"unknown field {name!r}; known are {known}")
+                words = unknown_choice("field", name, REQUEST_FIELDS)
+                raise BadRowError(f"unknown field {name!r}", words)
             if value is not None:
                 row[name] = check(name, value)
         for name in REQUIRED:
@@ -144,7 +176,8 @@ class _NativeReader:
         for name, tokens in (("prompt_ids", "prompt_tokens"), ("output_ids", "output_tokens")):
             if name in row and len(row[name]) != row.get(tokens):
                 raise BadRowError(
-                    f"{name} do not match {tokens}", f"{name} holds {len(row[name])} ids, {tokens} is {row.get(tokens)}"
+                    f"{name} do not match {tokens}",
+                    f"{name} holds {len(row[name])} ids, {tokens} is {row.get(tokens)}",
                 )
         if "prefix_ids" in row:
             row["prefix_ids"] = self._prefix(row["prefix_ids"], row["prompt_tokens"])
@@ -154,7 +187,9 @@ class _NativeReader:
         if self._timed is None:
             self._timed = timed
         if timed != self._timed:
-            expected = "a time as in the rows before" if self._timed else "null as in the rows before"
+            expected = (
+                "a time as in the rows before" if self._timed else "null as in the rows before"
+            )
             raise BadRowError("arrival_s mixes times and null", f"arrival_s must be {expected}")
 
     def _prefix(self, found: Sequence[int], prompt_tokens: int) -> Sequence[int]:
@@ -170,7 +205,8 @@ class _NativeReader:
             raise BadRowError(
                 "prefix_ids do not match the prompt's length",
                 f"prefix_ids holds {len(found)} ids, must be {expected} for the "
-                f"{'started' if partial else 'full'} blocks of {prompt_tokens} tokens in blocks of {meta.block_size}",
+                f"{'started' if partial else 'full'} blocks of {prompt_tokens} tokens in blocks "
+                f"of {meta.block_size}",
             )
         return found if self._chains is None else self._chains.chain(found)
 
@@ -187,7 +223,9 @@ NATIVE = Format(
 
 @contextmanager
 def text_output(path: Path) -> Iterator[io.TextIOBase]:
-    """A text file to write, gzipped when named `.gz` (same text, same bytes); it appears only once it is whole."""
+    """Open a text file for writing, gzipped if its name ends in `.gz` (same text, same bytes). The
+    file appears only when it is whole.
+    """
     temporary = path.with_name(path.name + ".part")
     try:
         with temporary.open("wb") as raw:
@@ -202,7 +240,9 @@ def text_output(path: Path) -> Iterator[io.TextIOBase]:
 
 
 def write_native(workload: Workload, path: Path | str) -> None:
-    """Write NAME.jsonl (or .jsonl.gz) and NAME.meta.json; reading them back gives an equal workload."""
+    """Write NAME.jsonl (or .jsonl.gz) and NAME.meta.json. Reading them back gives an equal
+    workload.
+    """
     path = Path(path)
     with text_output(path) as lines:
         lines.writelines(map(request_to_line, workload))

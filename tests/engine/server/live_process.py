@@ -1,4 +1,5 @@
-"""A process that records traffic until it is killed: `python -m tests.engine.server.live_process FOLDER`.
+"""A process that records traffic until it is killed: `python -m tests.engine.server.live_process
+FOLDER`.
 
 It leaves transformers out, which takes long to load.
 """
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-import engine.record
-from engine.build import EngineSettings
-from engine.server.live_trace import LiveRecording
-from engine.server.opening import open_house
-from tests.engine.server.live_jobs import play
-from traces.workload import TraceRequest
+from tests.engine.server.server_cases import play
+from zlab.engine import recorder
+from zlab.engine.engine import EngineSettings
+from zlab.engine.server.context import open_context
+from zlab.engine.server.traffic_recorder import LiveRecording
+from zlab.traces.workload import TraceRequest
 
 torch.set_num_threads(1)
 BLOCK = 8
@@ -35,15 +36,22 @@ def load(batch: int) -> list[TraceRequest]:
     rng = random.Random(batch % 5)
     found = []
     for place in range(12):
-        prompt = (*range(3 * BLOCK * (place % 2)), *(rng.randrange(50) for _ in range(3 + rng.randrange(30))))
-        found.append(TraceRequest(f"{batch}-{place}", len(prompt), max_tokens=1 + rng.randrange(60), prompt_ids=prompt))
+        prompt = (
+            *range(3 * BLOCK * (place % 2)),
+            *(rng.randrange(50) for _ in range(3 + rng.randrange(30))),
+        )
+        found.append(
+            TraceRequest(
+                f"{batch}-{place}", len(prompt), max_tokens=1 + rng.randrange(60), prompt_ids=prompt
+            )
+        )
     return found
 
 
 def serve(folder: Path) -> None:
     """Requests for ever, a batch after the other, with a checkpoint every few steps."""
-    engine.record.CHECKPOINT_EVERY_S = 0.02
-    served = open_house(SETTINGS, observers=[LiveRecording(folder, BLOCK)])
+    recorder.CHECKPOINT_EVERY_S = 0.02
+    served = open_context(SETTINGS, observers=[LiveRecording(folder, BLOCK)])
     batch = 0
     while True:
         play(served, load(batch), cancelled=lambda id: id.endswith("-4"))

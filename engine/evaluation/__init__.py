@@ -1,0 +1,1 @@
+"""Task accuracy: problems with checkable answers, run under several policies and budgets."""

@@ -1,0 +1,1 @@
+"""Models: shapes, layers, weights and how they are loaded."""
