@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import triton
 
-from zlab.engine.compression import CompressionSettings, compress
+from zlab.engine.compression import CompressionSettings, compress, scoring_rotation
 from zlab.engine.kernels import torch_backend as torch_kernels
 from zlab.engine.kernels import triton_backend as triton_kernels
 from zlab.engine.kernels import triton_prefill, triton_scores, triton_select
@@ -47,6 +47,8 @@ from zlab.engine.kernels.workspace import (
     Scratch,
     lay_out,
 )
+from zlab.engine.model.decoder import rotation_table
+from zlab.engine.model.spec import Rope
 from zlab.sim.memory import SPLIT_TOKENS
 
 COPY_BYTES_PER_S = 4.29e12
@@ -416,7 +418,7 @@ class Compression:
     def compact(self) -> None:
         triton_kernels.compact(self.cache_k, self.cache_v, self.history, self.batch, self.scratch)
 
-    def whole(self) -> None:
+    def whole(self, rotation: torch.Tensor | None = None) -> None:
         compress(
             self.cache_k,
             self.cache_v,
@@ -426,6 +428,7 @@ class Compression:
             self.settings,
             self.workspace,
             kernels=triton_kernels,
+            rotation=rotation,
         )
 
 
@@ -631,6 +634,63 @@ def full_redundancy(bench: Bench) -> None:
         )  # fmt: skip
 
 
+def scorers(bench: Bench) -> None:
+    """Time a whole compression under the old and the new default scorer at each batch size.
+
+    The first request is compared with plain torch: `kept_as_torch` is the share of the kept keys
+    and values that are equal.
+    """
+    shapes = bench.shapes
+    positions = shapes.compress_blocks * shapes.compress_block
+    rotation = scoring_rotation(rotation_table(Rope(1e6), shapes.head_dim, positions, bench.device))
+    row_bytes = shapes.head_dim * 2
+    keys = shapes.num_layers * shapes.num_kv_heads * positions
+    kept = keys // shapes.compress_blocks * (shapes.compress_blocks - 1)
+    for num_requests in shapes.compress_batches:
+        case = make_compression(bench, num_requests)
+        read = num_requests * keys * row_bytes / READ_BYTES_PER_S
+        move = num_requests * 4 * kept * row_bytes / COPY_BYTES_PER_S
+        for name, passes in (("attention+global+lightning", 2), ("distinct", 4)):
+            history = case.history.clone()
+            if name == "distinct":
+                for request in case.requests:
+                    for place, block in enumerate(request.block_table):
+                        first = place * shapes.compress_block
+                        places = torch.arange(first, first + shapes.compress_block)
+                        history[:, block] = torch_kernels.pack(
+                            places.to(bench.device)[None, :, None], case.history[:, block]
+                        )
+            one = replace(case, history=history, settings=replace(case.settings, scorer=name))
+            equal = _kept_as_torch(one, rotation)
+            row = bench.row(
+                "scorers",
+                f"{num_requests} x {name}",
+                "default",
+                lambda one=one: one.whole(rotation),  # type: ignore[misc]
+                passes * read + move,
+            )
+            row["ms_per_sequence"] = row.get("ms", float("nan")) / num_requests
+            row["kept_as_torch"] = equal
+        del case
+
+
+def _kept_as_torch(case: Compression, rotation: torch.Tensor | None) -> float:
+    """Return the share of the first request's kept rows that are equal under both backends."""
+    first = case.requests[0]
+    table = list(first.block_table)
+    targets = list(range(len(first.target_blocks)))
+    request = replace(first, block_table=tuple(range(len(table))), target_blocks=tuple(targets))
+    found = []
+    for backend in (triton_kernels, torch_kernels):
+        tensors = [one[:, table].clone() for one in (case.cache_k, case.cache_v, case.history)]
+        compress(
+            *tensors, case.window_queries, (request,), case.settings, case.workspace,
+            kernels=backend, rotation=rotation,
+        )  # fmt: skip
+        found.append(tensors[0][:, targets])
+    return (found[0] == found[1]).all(dim=-1).float().mean().item()
+
+
 def ceilings(bench: Bench) -> None:
     """Measure the GPU's copy and read bandwidth on 4 GB of random data."""
     values = bench.randn(2**31 if bench.device.type == "cuda" else 2**12)
@@ -663,6 +723,7 @@ SECTIONS: Mapping[str, Callable[[Bench], None]] = {
     "store": store,
     "compress": compression,
     "full-redundancy": full_redundancy,
+    "scorers": scorers,
 }
 
 
