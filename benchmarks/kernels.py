@@ -682,12 +682,14 @@ def _kept_as_torch(case: Compression, rotation: torch.Tensor | None) -> float:
     request = replace(first, block_table=tuple(range(len(table))), target_blocks=tuple(targets))
     found = []
     for backend in (triton_kernels, torch_kernels):
-        tensors = [one[:, table].clone() for one in (case.cache_k, case.cache_v, case.history)]
+        k, v, history = (
+            one[:, table].clone() for one in (case.cache_k, case.cache_v, case.history)
+        )
         compress(
-            *tensors, case.window_queries, (request,), case.settings, case.workspace,
+            k, v, history, case.window_queries, (request,), case.settings, case.workspace,
             kernels=backend, rotation=rotation,
         )  # fmt: skip
-        found.append(tensors[0][:, targets])
+        found.append(k[:, targets])
     return (found[0] == found[1]).all(dim=-1).float().mean().item()
 
 
