@@ -47,6 +47,7 @@ class DistinctWeights:
         attention_weight: share of attention.
         key_weight: of the key's length.
         value_weight: of the value's length.
+        copy_weight: of the highest similarity with a later token of the last block.
         sharpness: of the softmax over redundancy.
     """
 
@@ -54,6 +55,7 @@ class DistinctWeights:
     attention_weight: float
     key_weight: float
     value_weight: float
+    copy_weight: float
     sharpness: float
 
 
@@ -188,9 +190,10 @@ class KernelBackend(Protocol):
         """Fill `scratch.score` from the packed `scratch.global_score`, keys and values.
 
         With u the keys of length 1 whose rotation is undone and z a quantity in standard
-        deviations from its mean over the sequence: `R = softmax(sharpness * z(z(u . sum(u)) -
-        key_weight * z(|key|) - value_weight * z(|value|)))`, `score = attention_weight * P -
-        (1 - attention_weight) * R`; P pools first compressions.
+        deviations from its mean over the sequence: `R = softmax(sharpness * z(z(u . sum(u)) +
+        copy_weight * z(C) - key_weight * z(|key|) - value_weight * z(|value|)))`, `score =
+        attention_weight * P - (1 - attention_weight) * R`; P pools first compressions, and C is a
+        token's highest cosine, of u less its mean, with a later token of the last block.
 
         Args:
             cache_k: the keys, rotated.

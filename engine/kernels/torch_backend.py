@@ -198,6 +198,7 @@ SMALLEST_NORM = 1e-6
 POSITION_BITS = 17  # of a packed word: 131,072 positions; further ones begin again at 0
 POSITION_MASK = (1 << POSITION_BITS) - 1
 SMALLEST_SPREAD = 0.01  # of a length's mean: what varies less is taken for rounding
+SMALLEST_CENTRED = 1e-3  # of a unit key less the mean key: what is shorter is taken for rounding
 
 
 def attention_score(
@@ -281,6 +282,30 @@ def standardised(values: torch.Tensor, smallest_spread: float = 0.0) -> torch.Te
     return (values - mean) / spread.maximum(smallest_spread * mean.abs()).clamp(min=1e-6)
 
 
+def latest_copies(unit: torch.Tensor, num_latest: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return how much each token has a copy among later tokens of the last `num_latest`.
+
+    Args:
+        unit: keys of length 1, `[..., S, d]`.
+        num_latest: tokens at the end that all others are compared with.
+        dtype: the keys less their mean are rounded to it before they are multiplied.
+
+    Returns:
+        The highest cosine with a later one of these tokens, of keys less the mean key, `[..., S]`;
+        0 for the last token.
+    """
+    centred = unit - unit.mean(dim=-2, keepdim=True)
+    lengths = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
+    centred = (centred / lengths.clamp(min=SMALLEST_CENTRED)).to(dtype).float()
+    num_tokens = centred.shape[-2]
+    similarity = centred @ centred[..., num_tokens - num_latest :, :].transpose(-1, -2)
+    places = torch.arange(num_tokens, device=unit.device)
+    later = places[num_tokens - num_latest :] > places[:, None]
+    copies = similarity.masked_fill(~later, float("-inf")).amax(dim=-1)
+    copies[..., -1] = 0.0
+    return copies
+
+
 def distinct_score(
     cache_k: torch.Tensor,
     cache_v: torch.Tensor,
@@ -301,8 +326,10 @@ def distinct_score(
         value_norms: torch.Tensor = torch.linalg.vector_norm(values, dim=-1)
         unit = unrotated(keys, positions, rotation) / key_norms.clamp(min=SMALLEST_NORM)[..., None]
         likeness = (unit * unit.sum(dim=2, keepdim=True)).sum(dim=-1)
+        copies = latest_copies(unit, batch.block_size, cache_k.dtype)
         common = (
             standardised(likeness)
+            + weights.copy_weight * standardised(copies)
             - weights.key_weight * standardised(key_norms, SMALLEST_SPREAD)
             - weights.value_weight * standardised(value_norms, SMALLEST_SPREAD)
         )

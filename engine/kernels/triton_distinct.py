@@ -2,7 +2,8 @@
 
 One program takes all tokens of one (KV head, layer and request). A token's sum of similarities to
 all tokens is the product of its unit key with the sum of all unit keys, so two loops over the keys
-do what all pairs would do.
+do what all pairs would do. Pairs are computed with the tokens of the last block alone, which are
+the ones that no earlier compression has seen.
 """
 
 import torch
@@ -11,7 +12,14 @@ import triton.language as tl
 
 from zlab.engine.kernels import torch_backend
 from zlab.engine.kernels.interface import DistinctWeights
-from zlab.engine.kernels.triton_common import Launch, check_cache, power_of_2, row_offsets
+from zlab.engine.kernels.triton_common import (
+    SMALLEST_DOT,
+    Launch,
+    check_cache,
+    dot_precision,
+    power_of_2,
+    row_offsets,
+)
 from zlab.engine.kernels.workspace import CompressionBatch, Scratch
 
 # ruff: noqa: N803 - compile-time constants of a kernel are upper case
@@ -21,6 +29,8 @@ POSITION_BITS = tl.constexpr(torch_backend.POSITION_BITS)
 POSITION_MASK = tl.constexpr(torch_backend.POSITION_MASK)
 DISTINCT = Launch(tile=64, num_warps=4, num_stages=3)
 DISTINCT_SCORES = 1024  # tokens of one step of the loops that read no keys
+LATEST = 128  # tokens of the last block that are compared with all others at once
+SMALLEST_CENTRED = tl.constexpr(torch_backend.SMALLEST_CENTRED)
 SMALLEST_SPREAD = tl.constexpr(torch_backend.SMALLEST_SPREAD)
 
 
@@ -74,42 +84,84 @@ def _spread(total: tl.tensor, squares: tl.tensor, count: tl.tensor) -> tuple[tl.
 
 
 @triton.jit
-def _weigh_tokens(
-    words: tl.tensor,
+def _common(
     likenesses: tl.tensor,
     value_lengths: tl.tensor,
-    score: tl.tensor,
+    key_lengths: tl.tensor,
     num_tokens: tl.tensor,
-    pools: tl.tensor,
     likeness_mean: tl.tensor,
     likeness_factor: tl.tensor,
     key_mean: tl.tensor,
     key_factor: tl.tensor,
     value_mean: tl.tensor,
     value_factor: tl.tensor,
+    SCORES: tl.constexpr,
+) -> None:
+    """Overwrite `likenesses` with the weighed sum of likeness and both lengths."""
+    for first in range(0, num_tokens, SCORES):
+        token = first + tl.arange(0, SCORES)
+        inside = token < num_tokens
+        likeness = tl.load(likenesses + token, mask=inside, other=0.0)
+        length = tl.load(key_lengths + token, mask=inside, other=0.0)
+        value_length = tl.load(value_lengths + token, mask=inside, other=0.0)
+        common = (likeness - likeness_mean) * likeness_factor
+        common -= (length - key_mean) * key_factor
+        common -= (value_length - value_mean) * value_factor
+        tl.store(likenesses + token, common, mask=inside)
+
+
+@triton.jit
+def _centred(
+    front: tl.tensor,
+    back: tl.tensor,
+    length: tl.tensor,
+    front_mean: tl.tensor,
+    back_mean: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of the unit keys less their mean, of length 1 again."""
+    scale = 1.0 / tl.maximum(length, 1e-6)
+    front = front * scale[:, None] - front_mean[None, :]
+    back = back * scale[:, None] - back_mean[None, :]
+    left = tl.sqrt(tl.sum(front * front + back * back, axis=1))
+    scale = 1.0 / tl.maximum(left, SMALLEST_CENTRED)
+    return front * scale[:, None], back * scale[:, None]
+
+
+@triton.jit
+def _weigh_tokens(
+    words: tl.tensor,
+    commons: tl.tensor,
+    copies: tl.tensor,
+    score: tl.tensor,
+    num_tokens: tl.tensor,
+    pools: tl.tensor,
+    copy_weight: tl.tensor,
     attention_weight: tl.tensor,
     redundancy_weight: tl.tensor,
     sharpness: tl.tensor,
     SCORES: tl.constexpr,
     REACH: tl.constexpr,
 ) -> None:
-    """The score of every token, out of what the loops over the keys have left; `score` holds the
-    keys' lengths until then.
-    """
+    """The score of every token, out of what the loops over the keys have left."""
     count = num_tokens.to(tl.float32)
+    total = tl.zeros((SCORES,), tl.float32)
+    squares = tl.zeros((SCORES,), tl.float32)
+    for first in range(0, num_tokens, SCORES):
+        token = first + tl.arange(0, SCORES)
+        copy = tl.load(copies + token, mask=token < num_tokens, other=0.0)
+        total += copy
+        squares += copy * copy
+    copy_mean, copy_spread = _spread(total, squares, count)
+    copy_factor = copy_weight / tl.maximum(copy_spread, 1e-6)
     total = tl.zeros((SCORES,), tl.float32)
     squares = tl.zeros((SCORES,), tl.float32)
     most = tl.full((SCORES,), float("-inf"), tl.float32)
     for first in range(0, num_tokens, SCORES):
         token = first + tl.arange(0, SCORES)
         inside = token < num_tokens
-        likeness = tl.load(likenesses + token, mask=inside, other=0.0)
-        length = tl.load(score + token, mask=inside, other=0.0)
-        value_length = tl.load(value_lengths + token, mask=inside, other=0.0)
-        common = (likeness - likeness_mean) * likeness_factor
-        common -= (length - key_mean) * key_factor
-        common -= (value_length - value_mean) * value_factor
-        tl.store(likenesses + token, common, mask=inside)
+        common = tl.load(commons + token, mask=inside, other=0.0)
+        common += (tl.load(copies + token, mask=inside, other=0.0) - copy_mean) * copy_factor
+        tl.store(commons + token, common, mask=inside)
         total += tl.where(inside, common, 0.0)
         squares += tl.where(inside, common * common, 0.0)
         most = tl.maximum(most, tl.where(inside, common, float("-inf")))
@@ -121,7 +173,7 @@ def _weigh_tokens(
     for first in range(0, num_tokens, SCORES):
         token = first + tl.arange(0, SCORES)
         inside = token < num_tokens
-        common = tl.load(likenesses + token, mask=inside, other=float("-inf"))
+        common = tl.load(commons + token, mask=inside, other=float("-inf"))
         total += tl.exp((common - highest) * factor)
     scale = redundancy_weight / tl.sum(total, axis=0)
     for first in range(0, num_tokens, SCORES):
@@ -137,13 +189,13 @@ def _weigh_tokens(
                 word = word.to(tl.uint32, bitcast=True)
                 near = ((word >> POSITION_BITS) << 16).to(tl.float32, bitcast=True)
                 value = tl.maximum(value, near)
-        common = tl.load(likenesses + token, mask=inside, other=float("-inf"))
+        common = tl.load(commons + token, mask=inside, other=float("-inf"))
         redundant = tl.exp((common - highest) * factor) * scale
         tl.store(score + token, attention_weight * value - redundant, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_requests", "max_blocks", "max_tokens", "num_positions"])
-def _distinct_kernel(  # noqa: PLR0915 - one kernel, two loops over the keys
+def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     cache_k: tl.tensor,
     cache_v: tl.tensor,
     rotation: tl.tensor,
@@ -170,20 +222,25 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, two loops over the keys
     redundancy_weight: tl.tensor,
     key_weight: tl.tensor,
     value_weight: tl.tensor,
+    copy_weight: tl.tensor,
     sharpness: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PAD_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    LATEST: tl.constexpr,
     SCORES: tl.constexpr,
     REACH: tl.constexpr,
     UNDO: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
     """All tokens of one (KV head, layer and request): the sum of the unit keys, then each token.
 
     The second loop over the keys leaves likeness and lengths in the workspace, and their sums in
-    registers; the loops behind it read these, not the cache.
+    registers. The third compares all tokens with those of the last block and leaves the highest
+    similarity with a later token where the values' lengths were. The loops behind it read the
+    workspace, not the cache.
     """
     head = tl.program_id(0)
     layer = (tl.program_id(1) // num_requests).to(tl.int64)
@@ -251,10 +308,46 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, two loops over the keys
     key_factor = key_weight / tl.maximum(key_spread, 1e-6)
     value_factor = value_weight / tl.maximum(value_spread, 1e-6)
     tl.debug_barrier()  # a thread reads from here what another one has stored
+    _common(
+        redundancy_logits + row, spare + row, score + row, num_tokens,
+        likeness_mean, likeness_factor, key_mean, key_factor, value_mean, value_factor, SCORES,
+    )  # fmt: skip
+    tl.debug_barrier()
+    front_mean, back_mean = front_sum / count, back_sum / count
+    for latest in range(num_tokens - BLOCK_SIZE, num_tokens, LATEST):
+        later = latest + tl.arange(0, LATEST)
+        later_front, later_back, later_length = _unrotated_halves(
+            keys, block_table, rotation, words, latest, num_tokens, num_positions,
+            k_block_stride, k_slot_stride, BLOCK_SIZE, LATEST, HALF, PAD_HALF, UNDO,
+        )  # fmt: skip
+        later_front, later_back = _centred(
+            later_front, later_back, later_length, front_mean, back_mean
+        )
+        all_front = tl.trans(later_front.to(cache_k.dtype.element_ty))
+        all_back = tl.trans(later_back.to(cache_k.dtype.element_ty))
+        for first in range(0, num_tokens, TILE):
+            token = first + tl.arange(0, TILE)
+            inside = token < num_tokens
+            front, back, length = _unrotated_halves(
+                keys, block_table, rotation, words, first, num_tokens, num_positions,
+                k_block_stride, k_slot_stride, BLOCK_SIZE, TILE, HALF, PAD_HALF, UNDO,
+            )  # fmt: skip
+            front, back = _centred(front, back, length, front_mean, back_mean)
+            alike = tl.dot(front.to(cache_k.dtype.element_ty), all_front, input_precision=PRECISION)
+            alike = tl.dot(
+                back.to(cache_k.dtype.element_ty), all_back, alike, input_precision=PRECISION
+            )
+            behind = (later[None, :] > token[:, None]) & (later < num_tokens)[None, :]
+            copy = tl.max(tl.where(behind, alike, float("-inf")), axis=1)
+            if latest > num_tokens - BLOCK_SIZE:
+                before = tl.load(spare + row + token, mask=inside, other=float("-inf"))
+                copy = tl.maximum(copy, before)
+            last = (token == num_tokens - 1) & (latest + LATEST >= num_tokens)
+            tl.store(spare + row + token, tl.where(last, 0.0, copy), mask=inside)
+        tl.debug_barrier()
     _weigh_tokens(
         words, redundancy_logits + row, spare + row, score + row, num_tokens, pools,
-        likeness_mean, likeness_factor, key_mean, key_factor, value_mean, value_factor,
-        attention_weight, redundancy_weight, sharpness, SCORES, REACH,
+        copy_weight, attention_weight, redundancy_weight, sharpness, SCORES, REACH,
     )  # fmt: skip
 
 
@@ -292,14 +385,17 @@ def distinct_score(
         1.0 - weights.attention_weight,
         weights.key_weight,
         weights.value_weight,
+        weights.copy_weight,
         weights.sharpness,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         PAD_HALF=power_of_2(head_dim // 2),
         BLOCK_SIZE=block_size,
         TILE=DISTINCT.tile,
+        LATEST=max(SMALLEST_DOT, min(block_size, LATEST)),
         SCORES=DISTINCT_SCORES,
         REACH=weights.pool_size // 2,
         UNDO=rotation is not None,
+        PRECISION=dot_precision(cache_k),
         **DISTINCT.options(),
     )

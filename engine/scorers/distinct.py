@@ -30,6 +30,7 @@ class Distinct(Scorer):
             attention_weight=0.1,
             key_weight=0.3,
             value_weight=0.4,
+            copy_weight=0.5,
             sharpness=0.5,
         )
         kernels.distinct_score(

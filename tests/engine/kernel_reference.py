@@ -6,6 +6,8 @@ One request and one layer at a time. `num_kv_heads` is H, `group` is G = query h
 `h * G + j` belongs to KV head `h`.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -142,6 +144,21 @@ def standardised(values: Float, smallest_spread: float = 0.0) -> Float:
         np.maximum(spread, smallest_spread * np.abs(mean)), SMALLEST_NORM
     )
     return result
+
+
+def latest_copies(unit: Float, num_latest: int, rounded: Callable[[Float], Float]) -> Float:
+    """The highest cosine of each unit key `[..., S, d]`, less the mean key, with a later one of the
+    last `num_latest`, after `rounded`; 0 for the last.
+    """
+    centred = unit - unit.mean(axis=-2, keepdims=True)
+    centred = rounded(centred / np.linalg.norm(centred, axis=-1, keepdims=True))
+    found = np.zeros(unit.shape[:-1])
+    total = unit.shape[-2]
+    for place in range(total - 1):
+        later = max(place + 1, total - num_latest)
+        similar = np.einsum("...d,...td->...t", centred[..., place, :], centred[..., later:, :])
+        found[..., place] = similar.max(axis=-1)
+    return found
 
 
 def likeness(unit: Float) -> Float:
