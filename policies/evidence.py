@@ -281,6 +281,49 @@ def _finite(value: Any) -> Any:
     return value
 
 
+# What a server must have in common with the setup that its policy was judged in.
+SETUP_FACTS = ("gpu", "model", "dtype_bytes", "kv_dtype", "num_blocks", "block_size")
+# Share by which pools may differ: a server reserves memory for policies that may take over.
+POOL_TOLERANCE = 0.05
+
+
+def setup_facts(evidence: Evidence) -> dict[str, str | int]:
+    """Return those of `SETUP_FACTS` that the record has; older records lack some."""
+    setup = evidence.content["setup"]
+    limits = setup.get("limits") or {}
+    found = {name: setup.get(name, limits.get(name)) for name in SETUP_FACTS}
+    found |= {"gpu": evidence.target.gpu, "model": evidence.target.model}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def setup_differences(judged: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
+    """Return how a server differs from the setup that a policy was judged in.
+
+    Args:
+        judged: `setup_facts` of the evidence.
+        served: the same of the server; `num_blocks` may be a list of pools, one of which fits.
+
+    Returns:
+        One text for each fact that both have and that differs.
+    """
+    found = []
+    for name in SETUP_FACTS:
+        if name not in judged or name not in served:
+            continue
+        pools = served[name] if isinstance(served[name], list) else [served[name]]
+        tolerance = POOL_TOLERANCE if name == "num_blocks" else 0.0
+        if not any(_agree(judged[name], pool, tolerance) for pool in pools):
+            here = " or ".join(map(str, dict.fromkeys(pools)))
+            found.append(f"{name} is {here} here and {judged[name]} in the evidence")
+    return found
+
+
+def _agree(judged: Any, served: Any, tolerance: float) -> bool:
+    if tolerance and isinstance(judged, int) and isinstance(served, int):
+        return abs(judged - served) <= tolerance * judged
+    return bool(judged == served)
+
+
 MOST_NAMED = 3
 SHORT = 12  # digits of a digest in a message
 

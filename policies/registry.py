@@ -224,7 +224,8 @@ class StageChange:
         leaves: Digest of the policy that had the place before and retires.
         below: Number of the change whose policy a rollback of this one restores.
         evidence, code: Id of the evidence used, and digest of the code at that time.
-        forced: Without sufficient evidence, or over an unfinished change.
+        forced: Without sufficient evidence, whatever setup the asked server has, or over an
+            unfinished change.
         who, why, at: By whom, for what reason, when (UTC).
         state, settled_at, reason: Whether it holds, since when, and why not.
         url: The server that was asked.
@@ -535,7 +536,7 @@ def propose_promotion(
         below=live.number if live and stage is DeploymentStage.LIVE else None,
         evidence=own[-1].id if own else None,
         code=code,
-        forced=bool(missing),
+        forced=bool(missing) or (signed.force and signed.url is not None),
         signed=signed,
     )
 

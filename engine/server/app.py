@@ -32,7 +32,13 @@ from typing_extensions import override
 from zlab.engine.server.auto_rollback import GateMonitor
 from zlab.engine.server.completions import ChatFormat, CompletionFormat, CompletionHandler
 from zlab.engine.server.context import ServerContext
-from zlab.engine.server.lanes import Lane, change_policy, undo_change
+from zlab.engine.server.lanes import (
+    Lane,
+    change_policy,
+    check_setup,
+    serving_setup,
+    undo_change,
+)
 from zlab.engine.server.metrics import ServerMetrics
 from zlab.engine.server.middleware import BodyLimit, KeyCheck
 from zlab.engine.server.protocol import (
@@ -54,6 +60,7 @@ from zlab.engine.server.protocol import (
     validation_error,
 )
 from zlab.policies.core.policy import Policy
+from zlab.policies.evidence import Target
 from zlab.policies.snapshot import stored_from_dict
 from zlab.policies.spec import PolicyError, policy_digest, policy_to_toml
 
@@ -452,7 +459,9 @@ async def policy(context: Context) -> Response:
     """Every lane's policy, since when, why and on what evidence."""
     if context.worker.trouble() is not None:
         raise unavailable("the engine cannot be asked now", "engine_unavailable")
-    return Json({"lanes": await context.call_engine(describe_lanes)})
+    return Json(
+        {"lanes": await context.call_engine(partial(describe_lanes, target=context.target))}
+    )
 
 
 @policy_routes.post("/policy", response_class=Response, responses=CHANGE_ANSWERS)
@@ -460,10 +469,13 @@ async def change(body: PolicyChangeRequest, context: Context) -> Response:
     """Answer 200 once the policy decides; otherwise nothing has changed."""
     policy = await asyncio.to_thread(_load_policy, body)
     why = f"{body.who}: {body.why}" if body.why else body.who
-    return await _change_lane(
-        context,
-        partial(change_policy, name=body.lane, policy=policy, why=why, evidence=body.evidence),
-    )
+
+    def change_checked(lanes: Sequence[Lane]) -> Lane:
+        if body.setup is not None:
+            check_setup(lanes, body.lane, context.target, body.setup)
+        return change_policy(lanes, body.lane, policy, why, body.evidence)
+
+    return await _change_lane(context, change_checked)
 
 
 @policy_routes.post("/policy/undo", response_class=Response, responses=CHANGE_ANSWERS)
@@ -478,7 +490,7 @@ async def watch(context: Context, monitor: Monitor) -> Response:
     return Json(await context.call_engine(lambda _: monitor.state()))
 
 
-def describe_lanes(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
+def describe_lanes(lanes: Sequence[Lane], target: Target | None = None) -> list[dict[str, Any]]:
     """Return the lanes as JSON; on the engine's thread."""
     return [
         {
@@ -491,6 +503,7 @@ def describe_lanes(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
             "why": lane.deployed.why,
             "evidence": lane.deployed.evidence,
             "num_blocks": lane.engine.limits.num_blocks,
+            "setup": serving_setup(lanes, lane, target),
             "decision_digest": lane.engine.scheduler.digest(),
             "follows_live": lane.deployed.follows_live,
             "before": None if lane.deployed.before is None else lane.deployed.before[0].name,
@@ -507,7 +520,9 @@ async def _change_lane(
 
     def changed(lanes: Sequence[Lane]) -> dict[str, Any]:
         lane = change(lanes)
-        return next(row for row in describe_lanes(lanes) if row["lane"] == lane.name)
+        return next(
+            row for row in describe_lanes(lanes, context.target) if row["lane"] == lane.name
+        )
 
     future = context.worker.call(changed)
     answer = asyncio.wrap_future(future)

@@ -36,6 +36,7 @@ from zlab.engine.server.lanes import (
 from zlab.engine.server.middleware import ConcurrencyLimit, Keys
 from zlab.engine.server.protocol import TemplateUse, invalid, sampling_error, unavailable
 from zlab.engine.tokenizer import Tokenizer
+from zlab.policies.evidence import Target
 
 CACHED_NAMES = 8192
 # Parameters of the tokenizer's method: they would change how the template is used.
@@ -259,6 +260,7 @@ class ServerContext:
         prompts: encodes prompts.
         served_model: the model's name for clients.
         started_unix_s: when the server was opened.
+        target: the model and GPU that the server is in a registry, if any.
         at_close: what is left to do when the engine's thread has ended.
     """
 
@@ -269,6 +271,7 @@ class ServerContext:
     prompts: PromptEncoder
     served_model: str
     started_unix_s: float
+    target: Target | None = None
     at_close: tuple[Callable[[], None], ...] = ()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -303,6 +306,7 @@ def open_context(
     canary_share: float | None = None,
     observers: Sequence[Observer] = (),
     loaded: LoadedModel | None = None,
+    target: Target | None = None,
     at_close: Sequence[Callable[[], None]] = (),
 ) -> ServerContext:
     """Start the engine's thread and return what the routes share; `close` ends the thread.
@@ -315,6 +319,7 @@ def open_context(
         canary_share: see `zlab.engine.server.lanes.build_lanes`.
         observers: who learns what happens in the lanes.
         loaded: the model; loaded by `engine` if None.
+        target: the model and GPU that the server is in a registry.
         at_close: what is left to do when the engine's thread has ended.
 
     Raises:
@@ -340,5 +345,6 @@ def open_context(
         prompts=PromptEncoder(first.loaded, settings.max_prompt_tokens),
         served_model=served_model or first.loaded.config.name,
         started_unix_s=time.time(),
+        target=target,
         at_close=tuple(at_close),
     )

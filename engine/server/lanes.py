@@ -17,7 +17,7 @@ import hashlib
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,9 @@ from zlab.engine.server.protocol import ApiError
 from zlab.policies.core.journal import EventSink, Int64Array
 from zlab.policies.core.plan import ConfigError
 from zlab.policies.core.policy import Policy
+from zlab.policies.evidence import Target, setup_differences
 from zlab.policies.spec import policy_digest
+from zlab.sim.specs import SimError, find_model, gpu_of_card
 
 LOG = logging.getLogger("zlab.server")
 LIVE, CANARY = "live", "canary"
@@ -334,6 +336,58 @@ def change_policy(
     for each in lanes:
         each.undo = undo if each is lane else ()
     return lane
+
+
+def serving_setup(lanes: Sequence[Lane], lane: Lane, target: Target | None) -> dict[str, Any]:
+    """Return the server's own of `zlab.policies.evidence.SETUP_FACTS`; on the engine's thread.
+
+    The GPU is the one in the machine; on a CPU the one that the server stands for in a registry.
+    `num_blocks` lists the lane's pool and that of all lanes together.
+
+    Args:
+        lanes: all lanes of the server.
+        lane: one of them.
+        target: the model and GPU that the server is in a registry.
+    """
+    engine = lane.engine
+    device, model = engine.cache.k.device, engine.loaded.config.name
+    if device.type == "cuda":
+        gpu = gpu_of_card(torch.cuda.get_device_name(device))
+    else:
+        gpu = target.gpu if target is not None else "cpu"
+    return {
+        "gpu": gpu,
+        "model": target.model if target is not None else known_model(model),
+        "dtype_bytes": engine.cache.k.dtype.itemsize,
+        "num_blocks": [
+            engine.limits.num_blocks,
+            sum(each.engine.limits.num_blocks for each in lanes),
+        ],
+        "block_size": engine.limits.block_size,
+    }
+
+
+def known_model(name: str) -> str:
+    """Return the name by which `zlab validate` knows a model; the name itself for others."""
+    try:
+        return find_model(name).name
+    except SimError:
+        return name
+
+
+def check_setup(
+    lanes: Sequence[Lane], name: str, target: Target | None, judged: Mapping[str, Any]
+) -> None:
+    """Raise ApiError (409) where a lane differs from the setup that a policy was judged in."""
+    served = serving_setup(lanes, find_lane(lanes, name), target)
+    differences = setup_differences(judged, served)
+    if differences:
+        raise ApiError(
+            409,
+            f"the policy was judged in another setup than this server's: {'; '.join(differences)}",
+            param="setup",
+            code="other_setup",
+        )
 
 
 def undo_change(lanes: Sequence[Lane], name: str, digest: str) -> Lane:

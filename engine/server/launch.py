@@ -31,7 +31,14 @@ from zlab.engine.errors import EngineError
 from zlab.engine.server.app import ResponseCount, create_app
 from zlab.engine.server.auto_rollback import CrashNotes, GateMonitor, WatchSettings
 from zlab.engine.server.context import ServerContext, ServerSettings, open_context
-from zlab.engine.server.lanes import CANARY, Lane, Observer, PreviousPolicy, change_policy
+from zlab.engine.server.lanes import (
+    CANARY,
+    Lane,
+    Observer,
+    PreviousPolicy,
+    change_policy,
+    serving_setup,
+)
 from zlab.engine.server.metrics import ServerMetrics
 from zlab.engine.server.middleware import ConcurrencyLimit, Keys
 from zlab.engine.server.protocol import ApiError
@@ -39,6 +46,7 @@ from zlab.engine.server.traffic_recorder import LiveRecording, RecordSettings
 from zlab.policies.core.plan import ConfigError, SchedulerLimits
 from zlab.policies.core.policy import Policy
 from zlab.policies.core.query_slots import QuerySlots
+from zlab.policies.evidence import setup_differences, setup_facts
 from zlab.policies.gates import Gates
 from zlab.policies.registry import Deployment, DeploymentStage, PolicyRegistry, Target
 from zlab.policies.spec import PolicyError, load_policy, policy_digest
@@ -118,10 +126,11 @@ def open_server(plan: ServerPlan, name: str = "") -> tuple[ServerContext, ASGIAp
         served_model=plan.served_model,
         canary_share=plan.canary_share,
         observers=observers,
+        target=plan.target,
         at_close=() if recording is None else (recording.close,),
     )
     try:
-        context.worker.call(partial(_adopt, origin=origin)).result()
+        context.worker.call(partial(_adopt, origin=origin, target=plan.target)).result()
     except ApiError as error:
         context.close()
         raise EngineError(error.message) from error
@@ -210,10 +219,14 @@ def _promotable(registry: PolicyRegistry, plan: ServerPlan, except_for: str) -> 
     return found
 
 
-def _adopt(lanes: Sequence[Lane], origin: _Origin) -> None:
+def _adopt(lanes: Sequence[Lane], origin: _Origin, target: Target | None) -> None:
     """Say on what evidence the lanes run, and deploy the canary where there is a lane for it."""
     if origin.live is not None:
         why, evidence = _grounds(origin.live)
+        if origin.live.evidence is not None:
+            judged = setup_facts(origin.live.evidence)
+            for difference in setup_differences(judged, serving_setup(lanes, lanes[0], target)):
+                LOG.warning("the live policy was judged elsewhere: %s", difference)
         for lane in lanes:
             lane.note_origin(why, evidence, origin.before if lane is lanes[0] else None)
     if origin.canary is not None:

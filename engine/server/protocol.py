@@ -277,6 +277,11 @@ class PolicyChangeRequest(BaseModel):
     who: str = Field(min_length=1, max_length=200)
     why: str = Field(default="", max_length=2000)
     evidence: str | None = None
+    setup: dict[str, str | int] | None = Field(
+        None,
+        description="The setup that the policy was judged in (gpu, model, dtype_bytes, kv_dtype, "
+        "num_blocks, block_size). The server answers 409 where its own differs.",
+    )
     change: int | None = None
 
 

@@ -38,7 +38,8 @@ def record(
         )
         for seed in (0, 1)
     ]
-    setup = {"gpu": target.gpu, "model": target.model}
+    limits = {"num_blocks": 3035, "block_size": 256}
+    setup = {"gpu": target.gpu, "model": target.model, "limits": limits}
     chosen = stored() if policy is None else policy
     return make_evidence(
         chosen,

@@ -229,6 +229,19 @@ def test_the_server_changes_over_and_the_registry_holds_it(
     assert {change.state for change in PolicyRegistry(path).history()} == {ChangeState.DONE}
 
 
+def test_the_server_learns_in_what_setup_a_policy_was_judged(
+    path: Path, server: PolicyServer
+) -> None:
+    """Not so when the change is forced, which the history shows, nor when it goes back."""
+    ok("promote", "full-kv", "--force", "--why", "this card is alike", "--live", server.url)
+    ok("promote", "hybrid", "--live", server.url)
+    ok("rollback", "--live", server.url)
+    limits = {"num_blocks": 3035, "block_size": 256}
+    judged = {"gpu": "h200", "model": "qwen3-8b", **limits}
+    assert [post.get("setup") for post in server.posts] == [None, judged, None]
+    assert [change.forced for change in PolicyRegistry(path).history()][2:] == [True, False, False]
+
+
 def test_an_own_policy_goes_with_its_source(
     path: Path, server: PolicyServer, tmp_path: Path
 ) -> None:

@@ -119,8 +119,15 @@ class LiveServer:
             else str(found)
         )
 
-    def carry_out(self, change: StageChange, policy: PolicySnapshot) -> None:
-        """Tell it of a change; it runs when this returns. Raises RefusedError or SilentError."""
+    def carry_out(
+        self,
+        change: StageChange,
+        policy: PolicySnapshot,
+        setup: Mapping[str, str | int] | None = None,
+    ) -> None:
+        """Tell it of a change; it runs when this returns. It refuses where its own setup is not
+        that of `setup`. Raises RefusedError or SilentError.
+        """
         ends = change.to_stage is DeploymentStage.RETIRED
         answer = self._ask(
             "POST",
@@ -134,6 +141,7 @@ class LiveServer:
                 "why": change.why,
                 "evidence": change.evidence,
                 "change": change.number,
+                **({} if setup is None else {"setup": dict(setup)}),
             },
         )
         if not ends and answer.get("digest") != policy.digest:

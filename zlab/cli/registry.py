@@ -39,7 +39,7 @@ from zlab.cli.options import (
     with_groups,
 )
 from zlab.cli.validate import say_quality, show_value
-from zlab.policies.evidence import Evidence, Target, read_evidence
+from zlab.policies.evidence import Evidence, Target, read_evidence, setup_facts
 from zlab.policies.gates import METRICS
 from zlab.policies.registry import (
     Action,
@@ -373,14 +373,15 @@ ASK_AGAIN_S = (0.2, 1.0, 3.0)
 def carry_out(
     registry: PolicyRegistry, server: LiveServer, change: StageChange, policy: PolicySnapshot
 ) -> StageChange:
-    """Put a pending change to the server. Returns it done.
+    """Put a pending change to the server, with the setup in which a promoted policy was judged
+    unless the promotion was forced. Returns it done.
 
     Where the server refuses it is taken back with the reason, and LiveError raised. Where nobody
     can tell what the server did, it is asked what it runs; if it does not say, the change stays
     pending: LiveError says how to go on.
     """
     try:
-        server.carry_out(change, policy)
+        server.carry_out(change, policy, judged_setup(registry, change))
     except RefusedByServerError as error:
         registry.undo(change.number, str(error))
         raise RefusedByServerError(
@@ -451,8 +452,15 @@ def repeat(
         or server.running(stage) == policy.digest
     ):
         return None
-    server.carry_out(standing.change, policy)
+    server.carry_out(standing.change, policy, judged_setup(registry, standing.change))
     return standing.change
+
+
+def judged_setup(registry: PolicyRegistry, change: StageChange) -> dict[str, str | int] | None:
+    """The setup of the evidence by which a policy is promoted; None where none binds."""
+    if change.action is not Action.PROMOTE or change.forced or change.evidence is None:
+        return None
+    return setup_facts(registry.evidence(change.evidence))
 
 
 def warn_of_plain_text(server: LiveServer) -> None:

@@ -223,3 +223,42 @@ def test_a_source_without_a_class_is_400(server: Served, source: str) -> None:
     answer = server.post("/v1/policy", body, headers={"Authorization": f"Bearer {ADMIN}"})
     assert answer.status_code == 400
     assert "FILE.py:Class" in answer.json()["error"]["message"]
+
+
+def test_a_policy_judged_in_another_setup_is_409(server: Served) -> None:
+    from zlab.policies.spec import load_policy, policy_digest, policy_to_toml
+
+    policy = load_policy("nano-vllm")
+    change = {
+        "lane": "live",
+        "policy": policy_to_toml(policy),
+        "digest": policy_digest(policy),
+        "who": "ada",
+    }
+    with server.http(headers={"Authorization": f"Bearer {ADMIN}"}) as admin:
+        own = admin.get("/v1/policy").json()["lanes"][0]["setup"]
+        assert own == {
+            "gpu": "cpu",
+            "model": lettered().config.name,
+            "dtype_bytes": 4,
+            "num_blocks": [8, 8],
+            "block_size": SMALL.block_size,
+        }
+        judged = own | {"num_blocks": 8}
+        others = {
+            "gpu": "h200",
+            "model": "qwen3-8b",
+            "dtype_bytes": 2,
+            "num_blocks": 9,
+            "block_size": 256,
+        }
+        for name, other in others.items():
+            setup = judged | {name: other}
+            answer = admin.post("/v1/policy", json=change | {"setup": setup})
+            assert answer.status_code == 409
+            message = answer.json()["error"]["message"]
+            assert f"{name} is" in message
+            assert f"and {other} in the evidence" in message
+        assert admin.get("/v1/policy").json()["lanes"][0]["why"] == "start"
+        answer = admin.post("/v1/policy", json=change | {"setup": judged})
+        assert answer.status_code == 200
