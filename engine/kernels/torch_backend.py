@@ -301,7 +301,7 @@ def latest_copies(unit: torch.Tensor, num_latest: int, dtype: torch.dtype) -> to
     similarity = centred @ centred[..., num_tokens - num_latest :, :].transpose(-1, -2)
     places = torch.arange(num_tokens, device=unit.device)
     later = places[num_tokens - num_latest :] > places[:, None]
-    copies = similarity.masked_fill(~later, float("-inf")).amax(dim=-1)
+    copies: torch.Tensor = similarity.masked_fill(~later, float("-inf")).amax(dim=-1)
     copies[..., -1] = 0.0
     return copies
 
