@@ -194,6 +194,32 @@ def _weigh_tokens(
         tl.store(score + token, attention_weight * value - redundant, mask=inside)
 
 
+@triton.jit
+def _value_lengths(
+    values: tl.tensor,
+    block_table: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    inside: tl.tensor,
+    v_block_stride: tl.tensor,
+    v_slot_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HALF: tl.constexpr,
+    PAD_HALF: tl.constexpr,
+) -> tl.tensor:
+    """The lengths of the values of a tile of tokens, `[TILE]`."""
+    offsets = row_offsets(
+        block_table, first, token, inside, v_block_stride, v_slot_stride, BLOCK_SIZE, TILE
+    )
+    dim = tl.arange(0, PAD_HALF)
+    places = values + offsets[:, None] + dim[None, :]
+    mask = inside[:, None] & (dim < HALF)[None, :]
+    front = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    back = tl.load(places + HALF, mask=mask, other=0.0).to(tl.float32)
+    return tl.sqrt(tl.sum(front * front + back * back, axis=1))
+
+
 @triton.jit(do_not_specialize=["num_requests", "max_blocks", "max_tokens", "num_positions"])
 def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     cache_k: tl.tensor,
@@ -253,7 +279,6 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     keys = cache_k + layer * k_layer_stride + head * k_head_stride
     values = cache_v + layer * v_layer_stride + head * v_head_stride
     words = global_score + row
-    dim = tl.arange(0, PAD_HALF)
     front_sums = tl.zeros((TILE, PAD_HALF), tl.float32)
     back_sums = tl.zeros((TILE, PAD_HALF), tl.float32)
     for first in range(0, num_tokens, TILE):
@@ -266,7 +291,6 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
         back_sums += back * scale[:, None]
     front_sum = tl.sum(front_sums, axis=0)
     back_sum = tl.sum(back_sums, axis=0)
-
     likeness_sum = tl.zeros((TILE,), tl.float32)
     likeness_squares = tl.zeros((TILE,), tl.float32)
     key_sum = tl.zeros((TILE,), tl.float32)
@@ -280,14 +304,10 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
             keys, block_table, rotation, words, first, num_tokens, num_positions,
             k_block_stride, k_slot_stride, BLOCK_SIZE, TILE, HALF, PAD_HALF, UNDO,
         )  # fmt: skip
-        offsets = row_offsets(
-            block_table, first, token, inside, v_block_stride, v_slot_stride, BLOCK_SIZE, TILE
-        )
-        places = values + offsets[:, None] + dim[None, :]
-        mask = inside[:, None] & (dim < HALF)[None, :]
-        value_front = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-        value_back = tl.load(places + HALF, mask=mask, other=0.0).to(tl.float32)
-        value_length = tl.sqrt(tl.sum(value_front * value_front + value_back * value_back, axis=1))
+        value_length = _value_lengths(
+            values, block_table, first, token, inside,
+            v_block_stride, v_slot_stride, BLOCK_SIZE, TILE, HALF, PAD_HALF,
+        )  # fmt: skip
         likeness = tl.sum(front * front_sum[None, :] + back * back_sum[None, :], axis=1)
         likeness = likeness / tl.maximum(length, 1e-6)
         tl.store(redundancy_logits + row + token, likeness, mask=inside)
@@ -314,6 +334,7 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     )  # fmt: skip
     tl.debug_barrier()
     front_mean, back_mean = front_sum / count, back_sum / count
+    kind = cache_k.dtype.element_ty
     for latest in range(num_tokens - BLOCK_SIZE, num_tokens, LATEST):
         later = latest + tl.arange(0, LATEST)
         later_front, later_back, later_length = _unrotated_halves(
@@ -323,8 +344,8 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
         later_front, later_back = _centred(
             later_front, later_back, later_length, front_mean, back_mean
         )
-        all_front = tl.trans(later_front.to(cache_k.dtype.element_ty))
-        all_back = tl.trans(later_back.to(cache_k.dtype.element_ty))
+        all_front = tl.trans(later_front.to(kind))
+        all_back = tl.trans(later_back.to(kind))
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
             inside = token < num_tokens
@@ -333,10 +354,8 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
                 k_block_stride, k_slot_stride, BLOCK_SIZE, TILE, HALF, PAD_HALF, UNDO,
             )  # fmt: skip
             front, back = _centred(front, back, length, front_mean, back_mean)
-            alike = tl.dot(front.to(cache_k.dtype.element_ty), all_front, input_precision=PRECISION)
-            alike = tl.dot(
-                back.to(cache_k.dtype.element_ty), all_back, alike, input_precision=PRECISION
-            )
+            alike = tl.dot(front.to(kind), all_front, input_precision=PRECISION)
+            alike = tl.dot(back.to(kind), all_back, alike, input_precision=PRECISION)
             behind = (later[None, :] > token[:, None]) & (later < num_tokens)[None, :]
             copy = tl.max(tl.where(behind, alike, float("-inf")), axis=1)
             if latest > num_tokens - BLOCK_SIZE:
