@@ -47,7 +47,7 @@ class DistinctWeights:
         attention_weight: share of attention.
         key_weight: of the key's length.
         value_weight: of the value's length.
-        copy_weight: of the highest similarity with a later token of the last block.
+        copy_weight: of the highest similarity with a later one of the latest tokens.
         sharpness: of the softmax over redundancy.
     """
 
@@ -193,7 +193,8 @@ class KernelBackend(Protocol):
         deviations from its mean over the sequence: `R = softmax(sharpness * z(z(u . sum(u)) +
         copy_weight * z(C) - key_weight * z(|key|) - value_weight * z(|value|)))`, `score =
         attention_weight * P - (1 - attention_weight) * R`; P pools first compressions, and C is a
-        token's highest cosine, of u less its mean, with a later token of the last block.
+        token's highest cosine, of u less its mean, with a later one of the latest tokens (those of
+        the last block, at least 64).
 
         Args:
             cache_k: the keys, rotated.

@@ -198,6 +198,7 @@ SMALLEST_NORM = 1e-6
 POSITION_BITS = 17  # of a packed word: 131,072 positions; further ones begin again at 0
 POSITION_MASK = (1 << POSITION_BITS) - 1
 SMALLEST_SPREAD = 0.01  # of a length's mean: what varies less is taken for rounding
+FEWEST_LATEST = 64  # tokens in which a copy is looked for where a block has fewer
 SMALLEST_CENTRED = 1e-3  # of a unit key less the mean key: what is shorter is taken for rounding
 
 
@@ -282,6 +283,11 @@ def standardised(values: torch.Tensor, smallest_spread: float = 0.0) -> torch.Te
     return (values - mean) / spread.maximum(smallest_spread * mean.abs()).clamp(min=1e-6)
 
 
+def num_compared(block_size: int) -> int:
+    """Return the number of latest tokens in which `KernelBackend.distinct_score` finds copies."""
+    return max(FEWEST_LATEST, block_size)
+
+
 def latest_copies(unit: torch.Tensor, num_latest: int, dtype: torch.dtype) -> torch.Tensor:
     """Return how much each token has a copy among later tokens of the last `num_latest`.
 
@@ -297,10 +303,10 @@ def latest_copies(unit: torch.Tensor, num_latest: int, dtype: torch.dtype) -> to
     centred = unit - unit.mean(dim=-2, keepdim=True)
     lengths = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
     centred = (centred / lengths.clamp(min=SMALLEST_CENTRED)).to(dtype).float()
-    num_tokens = centred.shape[-2]
-    similarity = centred @ centred[..., num_tokens - num_latest :, :].transpose(-1, -2)
-    places = torch.arange(num_tokens, device=unit.device)
-    later = places[num_tokens - num_latest :] > places[:, None]
+    latest = centred[..., -num_latest:, :]
+    similarity = centred @ latest.transpose(-1, -2)
+    places = torch.arange(centred.shape[-2], device=unit.device)
+    later = places[-num_latest:] > places[:, None]
     copies: torch.Tensor = similarity.masked_fill(~later, float("-inf")).amax(dim=-1)
     copies[..., -1] = 0.0
     return copies
@@ -326,7 +332,7 @@ def distinct_score(
         value_norms: torch.Tensor = torch.linalg.vector_norm(values, dim=-1)
         unit = unrotated(keys, positions, rotation) / key_norms.clamp(min=SMALLEST_NORM)[..., None]
         likeness = (unit * unit.sum(dim=2, keepdim=True)).sum(dim=-1)
-        copies = latest_copies(unit, batch.block_size, cache_k.dtype)
+        copies = latest_copies(unit, num_compared(batch.block_size), cache_k.dtype)
         common = (
             standardised(likeness)
             + weights.copy_weight * standardised(copies)

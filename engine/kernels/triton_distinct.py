@@ -2,8 +2,8 @@
 
 One program takes all tokens of one (KV head, layer and request). A token's sum of similarities to
 all tokens is the product of its unit key with the sum of all unit keys, so two loops over the keys
-do what all pairs would do. Pairs are computed with the tokens of the last block alone, which are
-the ones that no earlier compression has seen.
+do what all pairs would do. Pairs are computed with the latest tokens alone: those of the last
+block, which no earlier compression has seen, or a few more where blocks are small.
 """
 
 import torch
@@ -13,7 +13,6 @@ import triton.language as tl
 from zlab.engine.kernels import torch_backend
 from zlab.engine.kernels.interface import DistinctWeights
 from zlab.engine.kernels.triton_common import (
-    SMALLEST_DOT,
     Launch,
     check_cache,
     dot_precision,
@@ -27,9 +26,9 @@ from zlab.engine.kernels.workspace import CompressionBatch, Scratch
 
 POSITION_BITS = tl.constexpr(torch_backend.POSITION_BITS)
 POSITION_MASK = tl.constexpr(torch_backend.POSITION_MASK)
-DISTINCT = Launch(tile=64, num_warps=4, num_stages=3)
+DISTINCT = Launch(tile=64, num_warps=4, num_stages=1)
 DISTINCT_SCORES = 1024  # tokens of one step of the loops that read no keys
-LATEST = 128  # tokens of the last block that are compared with all others at once
+LATEST = 128  # of the latest tokens, so many are compared with all others at once
 SMALLEST_CENTRED = tl.constexpr(torch_backend.SMALLEST_CENTRED)
 SMALLEST_SPREAD = tl.constexpr(torch_backend.SMALLEST_SPREAD)
 
@@ -256,6 +255,7 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     LATEST: tl.constexpr,
+    NUM_LATEST: tl.constexpr,
     SCORES: tl.constexpr,
     REACH: tl.constexpr,
     UNDO: tl.constexpr,
@@ -264,8 +264,8 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     """All tokens of one (KV head, layer and request): the sum of the unit keys, then each token.
 
     The second loop over the keys leaves likeness and lengths in the workspace, and their sums in
-    registers. The third compares all tokens with those of the last block and leaves the highest
-    similarity with a later token where the values' lengths were. The loops behind it read the
+    registers. The third compares all tokens with the latest and leaves the highest similarity with
+    a later token where the values' lengths were. The loops behind it read the
     workspace, not the cache.
     """
     head = tl.program_id(0)
@@ -335,7 +335,8 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     tl.debug_barrier()
     front_mean, back_mean = front_sum / count, back_sum / count
     kind = cache_k.dtype.element_ty
-    for latest in range(num_tokens - BLOCK_SIZE, num_tokens, LATEST):
+    earliest = tl.maximum(num_tokens - NUM_LATEST, 0)
+    for latest in range(earliest, num_tokens, LATEST):
         later = latest + tl.arange(0, LATEST)
         later_front, later_back, later_length = _unrotated_halves(
             keys, block_table, rotation, words, latest, num_tokens, num_positions,
@@ -358,7 +359,7 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
             alike = tl.dot(back.to(kind), all_back, alike, input_precision=PRECISION)
             behind = (later[None, :] > token[:, None]) & (later < num_tokens)[None, :]
             copy = tl.max(tl.where(behind, alike, float("-inf")), axis=1)
-            if latest > num_tokens - BLOCK_SIZE:
+            if latest > earliest:
                 before = tl.load(spare + row + token, mask=inside, other=float("-inf"))
                 copy = tl.maximum(copy, before)
             last = (token == num_tokens - 1) & (latest + LATEST >= num_tokens)
@@ -383,6 +384,7 @@ def distinct_score(
     check_cache(cache_v)
     num_layers, _, block_size, num_kv_heads, head_dim = cache_k.shape
     table = rotation if rotation is not None else cache_k  # never read without one
+    num_latest = torch_backend.num_compared(block_size)
     _distinct_kernel[(num_kv_heads, num_layers * batch.num_requests)](
         cache_k,
         cache_v,
@@ -411,7 +413,8 @@ def distinct_score(
         PAD_HALF=power_of_2(head_dim // 2),
         BLOCK_SIZE=block_size,
         TILE=DISTINCT.tile,
-        LATEST=max(SMALLEST_DOT, min(block_size, LATEST)),
+        LATEST=min(num_latest, LATEST),
+        NUM_LATEST=num_latest,
         SCORES=DISTINCT_SCORES,
         REACH=weights.pool_size // 2,
         UNDO=rotation is not None,

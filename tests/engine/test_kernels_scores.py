@@ -216,7 +216,9 @@ def test_distinct_score(place: Place, sizes: Sizes, undo: bool) -> None:
         plain = keys if rotation is None else reference.unrotated(keys, places, to_numpy(rotation))
         unit = plain / lengths[..., None]
         copies = reference.latest_copies(
-            unit, sizes.block_size, lambda x: to_numpy(torch.from_numpy(x).to(case.cache_k.dtype))
+            unit,
+            max(64, sizes.block_size),
+            lambda x: to_numpy(torch.from_numpy(x).to(case.cache_k.dtype)),
         )
         common = reference.standardised(reference.likeness(unit))
         common += 0.7 * reference.standardised(copies)
