@@ -219,6 +219,62 @@ def _value_lengths(
     return tl.sqrt(tl.sum(front * front + back * back, axis=1))
 
 
+@triton.jit
+def _find_copies(
+    keys: tl.tensor,
+    block_table: tl.tensor,
+    rotation: tl.tensor,
+    words: tl.tensor,
+    copies: tl.tensor,
+    front_mean: tl.tensor,
+    back_mean: tl.tensor,
+    num_tokens: tl.tensor,
+    num_positions: tl.tensor,
+    k_block_stride: tl.tensor,
+    k_slot_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    LATEST: tl.constexpr,
+    NUM_LATEST: tl.constexpr,
+    HALF: tl.constexpr,
+    PAD_HALF: tl.constexpr,
+    UNDO: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Fill `copies` with every token's highest similarity with a later one of the latest tokens."""
+    kind = keys.dtype.element_ty
+    earliest = tl.maximum(num_tokens - NUM_LATEST, 0)
+    for latest in range(earliest, num_tokens, LATEST):
+        later = latest + tl.arange(0, LATEST)
+        later_front, later_back, later_length = _unrotated_halves(
+            keys, block_table, rotation, words, latest, num_tokens, num_positions,
+            k_block_stride, k_slot_stride, BLOCK_SIZE, LATEST, HALF, PAD_HALF, UNDO,
+        )  # fmt: skip
+        later_front, later_back = _centred(
+            later_front, later_back, later_length, front_mean, back_mean
+        )
+        all_front = tl.trans(later_front.to(kind))
+        all_back = tl.trans(later_back.to(kind))
+        for first in range(0, num_tokens, TILE):
+            token = first + tl.arange(0, TILE)
+            inside = token < num_tokens
+            front, back, length = _unrotated_halves(
+                keys, block_table, rotation, words, first, num_tokens, num_positions,
+                k_block_stride, k_slot_stride, BLOCK_SIZE, TILE, HALF, PAD_HALF, UNDO,
+            )  # fmt: skip
+            front, back = _centred(front, back, length, front_mean, back_mean)
+            alike = tl.dot(front.to(kind), all_front, input_precision=PRECISION)
+            alike = tl.dot(back.to(kind), all_back, alike, input_precision=PRECISION)
+            behind = (later[None, :] > token[:, None]) & (later < num_tokens)[None, :]
+            copy = tl.max(tl.where(behind, alike, float("-inf")), axis=1)
+            if latest > earliest:
+                before = tl.load(copies + token, mask=inside, other=float("-inf"))
+                copy = tl.maximum(copy, before)
+            last = (token == num_tokens - 1) & (latest + LATEST >= num_tokens)
+            tl.store(copies + token, tl.where(last, 0.0, copy), mask=inside)
+        tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["num_requests", "max_blocks", "max_tokens", "num_positions"])
 def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
     cache_k: tl.tensor,
@@ -333,38 +389,11 @@ def _distinct_kernel(  # noqa: PLR0915 - one kernel, three loops over the keys
         likeness_mean, likeness_factor, key_mean, key_factor, value_mean, value_factor, SCORES,
     )  # fmt: skip
     tl.debug_barrier()
-    front_mean, back_mean = front_sum / count, back_sum / count
-    kind = cache_k.dtype.element_ty
-    earliest = tl.maximum(num_tokens - NUM_LATEST, 0)
-    for latest in range(earliest, num_tokens, LATEST):
-        later = latest + tl.arange(0, LATEST)
-        later_front, later_back, later_length = _unrotated_halves(
-            keys, block_table, rotation, words, latest, num_tokens, num_positions,
-            k_block_stride, k_slot_stride, BLOCK_SIZE, LATEST, HALF, PAD_HALF, UNDO,
-        )  # fmt: skip
-        later_front, later_back = _centred(
-            later_front, later_back, later_length, front_mean, back_mean
-        )
-        all_front = tl.trans(later_front.to(kind))
-        all_back = tl.trans(later_back.to(kind))
-        for first in range(0, num_tokens, TILE):
-            token = first + tl.arange(0, TILE)
-            inside = token < num_tokens
-            front, back, length = _unrotated_halves(
-                keys, block_table, rotation, words, first, num_tokens, num_positions,
-                k_block_stride, k_slot_stride, BLOCK_SIZE, TILE, HALF, PAD_HALF, UNDO,
-            )  # fmt: skip
-            front, back = _centred(front, back, length, front_mean, back_mean)
-            alike = tl.dot(front.to(kind), all_front, input_precision=PRECISION)
-            alike = tl.dot(back.to(kind), all_back, alike, input_precision=PRECISION)
-            behind = (later[None, :] > token[:, None]) & (later < num_tokens)[None, :]
-            copy = tl.max(tl.where(behind, alike, float("-inf")), axis=1)
-            if latest > earliest:
-                before = tl.load(spare + row + token, mask=inside, other=float("-inf"))
-                copy = tl.maximum(copy, before)
-            last = (token == num_tokens - 1) & (latest + LATEST >= num_tokens)
-            tl.store(spare + row + token, tl.where(last, 0.0, copy), mask=inside)
-        tl.debug_barrier()
+    _find_copies(
+        keys, block_table, rotation, words, spare + row, front_sum / count, back_sum / count,
+        num_tokens, num_positions, k_block_stride, k_slot_stride,
+        BLOCK_SIZE, TILE, LATEST, NUM_LATEST, HALF, PAD_HALF, UNDO, PRECISION,
+    )  # fmt: skip
     _weigh_tokens(
         words, redundancy_logits + row, spare + row, score + row, num_tokens, pools,
         copy_weight, attention_weight, redundancy_weight, sharpness, SCORES, REACH,
