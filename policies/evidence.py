@@ -12,15 +12,23 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zlab.policies.gates import QUALITY, Gates, GateVerdict, gates_from_list, worst
+from zlab.policies.gates import (
+    QUALITY,
+    EvidenceMinimum,
+    Gates,
+    GateVerdict,
+    gates_from_list,
+    worst,
+)
 from zlab.policies.snapshot import PolicySnapshot, stored_from_dict
 
 FORMAT = "zlab-evidence/1"
 ID = "id"
+ENDS = ("finished", "refused", "aborted", "failed")  # metrics that count requests
 NEEDED = ("format", "policy", "code", "target", "setup", "gates", "cases", "passed", "made_at")
 
 
@@ -134,6 +142,25 @@ class Evidence:
         return found if isinstance(found, Mapping) else None
 
     @property
+    def num_requests(self) -> int:
+        """Requests that ended under the policy, over all cases."""
+        return int(sum(float(case.measured.get(name) or 0) for case in self.cases for name in ENDS))
+
+    @property
+    def lacks(self) -> list[str]:
+        """Return what the record falls short of for a promotion, by its own minimum, in words."""
+        num_relative = sum(gate.is_relative for gate in self.gates.gates)
+        return self.gates.minimum.lacks(self.num_requests, num_relative)
+
+    @property
+    def extent(self) -> str:
+        """Requests, traces with their seeds, and gates in words."""
+        labels = ", ".join(dict.fromkeys(case.label for case in self.cases))
+        reason = self.gates.minimum.reason
+        words = f"{self.num_requests} requests of {labels}, {len(self.gates.gates)} gates"
+        return f"{words}; fewer are enough: {reason}" if reason else words
+
+    @property
     def judged(self) -> list[JudgedGate]:
         """Return each gate with its worst case."""
         return judge(self.gates, self.cases)
@@ -180,6 +207,7 @@ def make_evidence(
         "target": {"model": target.model, "gpu": target.gpu},
         "setup": dict(setup),
         "gates": gates.as_list(),
+        "minimum": asdict(gates.minimum),
         "cases": [case.as_dict() for case in cases],
         "passed": passes(gates, cases),
         "made_at": made_at,
@@ -213,7 +241,8 @@ def evidence_from_dict(document: Any, source: str = "evidence") -> Evidence:
         raise EvidenceError(f"{source}: lacks {', '.join(missing)}")
     try:
         policy = stored_from_dict(content["policy"])
-        gates = gates_from_list(content["gates"])
+        minimum = EvidenceMinimum(**content.get("minimum", {}))  # the defaults for older records
+        gates = replace(gates_from_list(content["gates"]), minimum=minimum)
         target = Target(str(content["target"]["model"]), str(content["target"]["gpu"]))
         cases = tuple(_case(row) for row in content["cases"])
     except (KeyError, TypeError, ValueError) as error:
@@ -368,6 +397,7 @@ def shortcomings(
         words = [f"{one.verdict.gate.written} ({one.case.label})" for one in broken]
         words += [f"{case.label}: {case.error}" for case in evidence.cases if case.error]
         found.append(f"it did not pass: {'; '.join(words)}")
+    found += evidence.lacks
     if compresses(policy) and not _answers_are_shown(evidence):
         found.append(
             f"{policy.name} compresses, and it does not show that answers stay right: "

@@ -8,7 +8,7 @@ import operator
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -140,7 +140,7 @@ NUMBER = re.compile(r"(?P<number>[+-]?(?:\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s
 RELATIVE = "x"
 QUALITY = "pass_at_1"
 QUALITY_GATE = f"{QUALITY} >= 0.98x"  # of what full KV solves
-TABLES = ("gates", "quality")
+TABLES = ("gates", "quality", "evidence")
 EXAMPLES = {
     Unit.SECONDS: "<= 2 s",
     Unit.PER_SECOND: ">= 1000 /s or >= 1.5x",
@@ -244,11 +244,55 @@ class QualityRule:
 
 
 @dataclass(frozen=True)
+class EvidenceMinimum:
+    """How much evidence must rest on for its policy to be promoted.
+
+    Attributes:
+        requests: over all cases.
+        relative_gates: gates that are a factor of the baseline.
+        reason: why less than the defaults are enough.
+    """
+
+    requests: int = 100
+    relative_gates: int = 1
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise GateError on values of another type or below the least that means anything."""
+        for name, least in (("requests", 1), ("relative_gates", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise GateError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if not isinstance(self.reason, str):
+            raise GateError(f"reason must be a text, not {self.reason!r}")
+        lowered = self.requests < type(self).requests or self.relative_gates < 1
+        if lowered and not self.reason.strip():
+            raise GateError(
+                f"requests = {self.requests} and relative_gates = {self.relative_gates} ask for "
+                f"less than {type(self).requests} and 1: write the reason as reason = "
+                '"..."; the evidence shows it'
+            )
+
+    def lacks(self, num_requests: int, num_relative: int) -> list[str]:
+        """Return what these numbers fall short of, in words."""
+        found = []
+        if num_requests < self.requests:
+            found.append(f"it rests on {num_requests} requests, at least {self.requests} are asked")
+        if num_relative < self.relative_gates:
+            found.append(
+                f"it has {num_relative} gates relative to a baseline (as >= 1.2x), at least "
+                f"{self.relative_gates} is asked"
+            )
+        return found
+
+
+@dataclass(frozen=True)
 class Gates:
-    """All gates of a file, in its order, and its rule for quality."""
+    """All gates of a file in its order, its rule for quality, and the least extent of evidence."""
 
     gates: tuple[Gate, ...]
     quality: QualityRule = QualityRule()
+    minimum: EvidenceMinimum = EvidenceMinimum()
 
     def with_quality(self) -> "Gates":
         """These gates, with `QUALITY_GATE` where none of them is on `pass_at_1`."""
@@ -275,6 +319,7 @@ def worst(verdicts: Sequence[GateVerdict]) -> int:
 def gates_from_toml(text: str, source: str = "gates") -> Gates:
     """Read gates from TOML: a table `[gates]` of `metric = "<= bound"`, or a list of such bounds.
 
+    A table `[evidence]` says how much a promotion asks for (`EvidenceMinimum`).
     A table `[quality]` with `required = false` and a `reason` says that answers need not be shown
     to stay right.
 
@@ -304,7 +349,27 @@ def gates_from_toml(text: str, source: str = "gates") -> Gates:
                     f"{condition!r}"
                 )
             found.append(_gate(metric, condition, place))
-    return Gates(tuple(found), _quality_rule(document.get("quality", {}), text, source))
+    return Gates(
+        tuple(found),
+        _quality_rule(document.get("quality", {}), text, source),
+        _minimum(document.get("evidence", {}), text, source),
+    )
+
+
+def _minimum(table: Any, text: str, source: str) -> EvidenceMinimum:
+    """The table `[evidence]`. Raises GateError."""
+    place = f"{source}:{_line(text, 'evidence')}"
+    if not isinstance(table, dict):
+        raise GateError(f"{place}: evidence must be a table, not {table!r}")
+    names = [one.name for one in fields(EvidenceMinimum)]
+    for key in table:
+        if key not in names:
+            known = unknown_choice("setting of evidence", key, names)
+            raise GateError(f"{source}:{_line(text, key)}: {known}")
+    try:
+        return EvidenceMinimum(**table)
+    except GateError as error:
+        raise GateError(f"{place}: evidence: {error}") from error
 
 
 def _quality_rule(table: Any, text: str, source: str) -> QualityRule:

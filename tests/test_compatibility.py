@@ -223,7 +223,8 @@ def test_a_registry_goes_on() -> None:
     common = ("--registry", "registry.db", "--who", "cyd")
     assert shown("rollback", *common)["name"] == "full-kv"
     waived = '[quality]\nrequired = false\nreason = "no model is evaluated here"\n'
-    Path("gates.toml").write_text(f'[gates]\nlaws = "== ok"\n{waived}')
+    extent = '[evidence]\nrequests = 1\nrelative_gates = 0\nreason = "a small trace"\n'
+    Path("gates.toml").write_text(f'[gates]\nlaws = "== ok"\n{waived}{extent}')
     room = ("--block-size", "16", "--kv-blocks", "36", "--host-blocks", "60", "--jobs", "1")
     little = SIMULATED["sim-plain"]["trace"]
     for spec in (HYBRID, OWN):

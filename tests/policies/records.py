@@ -4,13 +4,14 @@ from typing import Any
 
 from zlab.policies.deciding_code import code_digest
 from zlab.policies.evidence import Case, Evidence, Target, make_evidence
-from zlab.policies.gates import gates_from_list
+from zlab.policies.gates import Gates, gates_from_list
 from zlab.policies.snapshot import PolicySnapshot, store_policy
 from zlab.policies.spec import load_policy
 
 NOT_ASKED: dict[str, Any] = {"required": False, "reason": "made by hand"}
 HERE = Target("qwen3-8b", "h200")
 GATES = ("tokens_per_s >= 1.5x", "p99_ttft <= 2 s", "laws == ok")
+JUDGED = gates_from_list(GATES)
 
 
 def stored(spec: str = "hybrid") -> PolicySnapshot:
@@ -25,6 +26,8 @@ def record(
     code: str | None = None,
     made_at: str = "2026-11-29T18:00:00Z",
     quality: dict[str, Any] | None = NOT_ASKED,
+    finished: float = 60.0,
+    gates: Gates = JUDGED,
 ) -> Evidence:
     """A record of two cases against a baseline of 1,000 tokens/s, which passes at 1,500."""
     cases = [
@@ -32,7 +35,7 @@ def record(
             "synth:amc23",
             seed,
             f"{seed:064x}",
-            {"tokens_per_s": speed + seed, "p99_ttft": 0.5, "laws": "ok"},
+            {"tokens_per_s": speed + seed, "p99_ttft": 0.5, "laws": "ok", "finished": finished},
             {"tokens_per_s": 1000.0, "p99_ttft": 9.0, "laws": None},
             ("a" * 64, "b" * 64),
         )
@@ -45,7 +48,7 @@ def record(
         chosen,
         code or code_digest(chosen),
         target,
-        gates_from_list(GATES),
+        gates,
         cases,
         setup,
         made_at,

@@ -255,7 +255,9 @@ def test_a_gate_on_answers_that_held_suffices() -> None:
     policy = stored()
 
     def solved(share: float) -> Evidence:
-        case = Case("w", None, "0" * 64, {"pass_at_1": share}, {"pass_at_1": 0.9})
+        case = Case(
+            "w", None, "0" * 64, {"pass_at_1": share, "finished": 100.0}, {"pass_at_1": 0.9}
+        )
         gates = gates_from_list(["pass_at_1 >= 0.98x"])
         quality = {"required": True, "pass_at_1": share}
         code, when = record().code, "2026-12-01T00:00:00Z"

@@ -8,6 +8,7 @@ from tests.house_source import ROOT
 from zlab.policies.gates import (
     METRICS,
     SPELLINGS,
+    EvidenceMinimum,
     Gate,
     GateError,
     GateVerdict,
@@ -260,5 +261,31 @@ def test_quality_is_required_unless_the_file_has_a_reason() -> None:
 )
 def test_a_wrong_table_of_quality_is_named(table: str, words: str) -> None:
     text = f'[gates]\nrefused = "== 0"\n[quality]\n{table}\n'
+    with pytest.raises(GateError, match=re.escape(words)):
+        gates_from_toml(text, "mine.toml")
+
+
+def test_the_file_says_how_much_evidence_a_promotion_asks_for() -> None:
+    plain = gates_from_toml('[gates]\nrefused = "== 0"\n').minimum
+    assert (plain.requests, plain.relative_gates, plain.reason) == (100, 1, "")
+    own = '[gates]\nrefused = "== 0"\n[evidence]\nrequests = 8\nreason = "a story"\n'
+    assert gates_from_toml(own).minimum == EvidenceMinimum(8, 1, "a story")
+    assert plain.lacks(100, 1) == []
+    assert len(plain.lacks(99, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("requests = 99", ":3: evidence: requests = 99 and relative_gates = 1 ask for less"),
+        ('relative_gates = 0\nreason = " "', "write the reason"),
+        ("requests = true", "requests must be a whole number of at least 1, not True"),
+        ("requests = 0", "at least 1, not 0"),
+        ("reason = 1", "reason must be a text"),
+        ("request = 9", ":4: unknown setting of evidence 'request'; did you mean 'requests'?"),
+    ],
+)
+def test_a_wrong_table_of_evidence_is_named(table: str, words: str) -> None:
+    text = f'[gates]\nrefused = "== 0"\n[evidence]\n{table}\n'
     with pytest.raises(GateError, match=re.escape(words)):
         gates_from_toml(text, "mine.toml")

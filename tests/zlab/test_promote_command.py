@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.zlab.policy_server import KEY, PolicyServer, policy_server
 from zlab.cli import registry as agreement
 from zlab.cli.client import KEY_NAME
 from zlab.policies.evidence import write_evidence
+from zlab.policies.gates import EvidenceMinimum, gates_from_list
 from zlab.policies.registry import ChangeState, DeploymentStage, PolicyRegistry
 
 HYBRID, FULL = stored("hybrid"), stored("full-kv")
@@ -108,6 +110,20 @@ def test_refused_with_what_is_missing(path: Path, tmp_path: Path) -> None:
         "promote", "full-kv", "--evidence", str(evidence)
     )
     assert live(path) == "hybrid"
+
+
+def test_evidence_of_too_little_is_refused(path: Path) -> None:
+    registry = PolicyRegistry(path)
+    registry.add_evidence(record(HYBRID, finished=49.0), "ann")
+    assert "it rests on 98 requests, at least 100 are asked" in refused("promote", "hybrid")
+    alone = gates_from_list(["laws == ok"])
+    registry.add_evidence(record(HYBRID, gates=alone), "ann")
+    assert "it has 0 gates relative to a baseline" in refused("promote", "hybrid")
+    fewer = replace(alone, minimum=EvidenceMinimum(8, 0, "a toy"))
+    registry.add_evidence(record(HYBRID, finished=4.0, gates=fewer), "ann")
+    said = ok("promote", "hybrid")
+    assert "judged on 8 requests of synth:amc23 seed 0, synth:amc23 seed 1, 1 gates" in said
+    assert "fewer are enough: a toy" in said
 
 
 def test_force_needs_a_reason_and_is_kept(path: Path) -> None:

@@ -24,11 +24,13 @@ POOL = ("--kv-blocks", "60", "--jobs", "1")
 EASY = 'tokens_per_s = ">= 0.9x"\np99_ttft = "<= 60 s"\nrefused = "== 0"\nlaws = "== ok"\n'
 OTHER = "synth:fixed?num_requests=12&prompt=600&output=300&rate_per_s=4"
 
+EXTENT = '[evidence]\nrequests = 1\nreason = "small traces"\n'
+
 
 @pytest.fixture
 def gates(tmp_path: Path) -> str:
     """Gates that are easy to pass."""
-    return written(tmp_path, EASY)
+    return written(tmp_path, EASY + EXTENT)
 
 
 def written(folder: Path, lines: str) -> str:
@@ -427,7 +429,7 @@ def test_answers_are_part_of_the_evidence_and_asked_for(gates: str, tmp_path: Pa
 
 
 def test_a_reason_not_to_ask_for_answers_is_kept_and_shown(tmp_path: Path) -> None:
-    lines = f'{EASY}[quality]\nrequired = false\nreason = "a toy"\n'
+    lines = f'{EASY}{EXTENT}[quality]\nrequired = false\nreason = "a toy"\n'
     registry = ("--registry", str(tmp_path / "registry.db"))
     policy = "hybrid:budget.tokens=1024"
     command = ("validate", policy, "-t", SMALL, *POOL, "--against", "full-kv", "--no-break-even")

@@ -569,6 +569,8 @@ def show_change(change: StageChange, registry: PolicyRegistry, as_json: bool) ->
         f"{words}{at}: change {change.number} by {change.who}, "
         f"{'FORCED, ' if change.forced else ''}{by}"
     )
+    if change.action is Action.PROMOTE and change.evidence:
+        typer.echo(f"judged on {registry.evidence(change.evidence).extent}")
 
 
 @with_groups

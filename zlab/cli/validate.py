@@ -143,8 +143,11 @@ def show_evidence(evidence: Evidence, out: Path | None, registry: Path | None) -
 
 
 def _assumed(evidence: Evidence) -> list[str]:
-    """What the record says of answers and of the lengths of outputs."""
-    content, found = evidence.content, []
+    """What the record says of its extent, of answers and of the lengths of outputs."""
+    content, found = evidence.content, [f"judged on {evidence.extent}"]
+    if evidence.lacks:
+        asked = "`zlab promote` will refuse it; a gates file may ask for less under [evidence]"
+        found.append(f"warning: {'; '.join(evidence.lacks)}: {asked}")
     if evidence.quality is not None:
         found.append(f"answers: {say_quality(evidence.quality)}")
     lengths = content.get("lengths")
