@@ -563,13 +563,37 @@ def propose_rollback(
         raise RegistryError(
             f"{current.name} is the first that went live for {target}: there is none to go back to"
         )
-    back = read_change(connection, current.below)
+    back = to_go_back_to(connection, current)
+    if back is None:
+        under = read_change(connection, current.below)
+        raise RegistryError(
+            f"all that was live before {current.name} for {target} has been rolled back since, "
+            f"{under.name} the last: `zlab promote POLICY` brings back the one that it names"
+        )
     before = stage_of(connection, target, back.digest)
     return _write(
         connection, target, Action.ROLLBACK, back.digest, before, DeploymentStage.LIVE,
         leaves=current.digest, below=back.below, evidence=back.evidence,
         code=code_digest(read_policy(connection, back.digest)), forced=False, signed=signed,
     )  # fmt: skip
+
+
+def to_go_back_to(connection: sqlite3.Connection, current: StageChange) -> StageChange | None:
+    """Return the change whose policy a rollback of `current` restores: the latest before it whose
+    policy is another one and has not been rolled back since. None where there is none.
+    """
+    below = current.below
+    while below is not None:
+        back = read_change(connection, below)
+        thrown_out = connection.execute(
+            "SELECT 1 FROM change WHERE model = ? AND gpu = ? AND action = 'rollback' AND "
+            "to_stage = 'live' AND state = 'done' AND leaves = ? AND number > ?",
+            (back.target.model, back.target.gpu, back.digest, back.number),
+        ).fetchone()
+        if thrown_out is None and back.digest != current.digest:
+            return back
+        below = back.below
+    return None
 
 
 def carry_out(connection: sqlite3.Connection, change: StageChange, reason: str = "") -> StageChange:
@@ -758,6 +782,12 @@ class PolicyRegistry:
             known = stage_of(connection, target, digest) is not None
             return read_standing(connection, target, digest) if known else None
 
+    def before_live(self, target: Target) -> StageChange | None:
+        """Return the change whose policy a rollback restores; None where there is none."""
+        with self._file.reading() as connection:
+            current = serving(connection, target, DeploymentStage.LIVE)
+            return None if current is None else to_go_back_to(connection, current)
+
     def history(self, target: Target | None = None) -> list[StageChange]:
         """Return every change in order, undone and pending ones included."""
         with self._file.reading() as connection:
@@ -836,7 +866,8 @@ class PolicyRegistry:
         force: bool = False,
         seen: int | None = None,
     ) -> Deployment:
-        """Retire the live policy and restore the one before it; a canary retires.
+        """Retire the live policy and restore the one before it that was not rolled back since; a
+        canary retires.
 
         Returns the deployment that returned (for a canary, the one that ended). The next rollback
         returns to what was live before that. `force` treats an abandoned change as not done.

@@ -187,9 +187,7 @@ def _origin(plan: ServerPlan) -> _Origin:
 
 def _before(registry: PolicyRegistry, live: Deployment) -> PreviousPolicy | None:
     """Return what a rollback of the live policy deploys; None if nothing was live before it."""
-    below = next(
-        (one for one in registry.history(live.target) if one.number == live.change.below), None
-    )
+    below = registry.before_live(live.target)
     if below is None:
         return None
     try:

@@ -156,9 +156,9 @@ def test_what_makes_no_sense(registry: PolicyRegistry) -> None:
 
 
 def test_rollback_goes_down_the_pile_and_never_in_circles(registry: PolicyRegistry) -> None:
-    for policy in (HYBRID, FULL, HYBRID, SMALL):
+    for policy in (HYBRID, FULL, SMALL):
         registry.promote(policy, DeploymentStage.LIVE, HERE, "bob")
-    for name in ("hybrid", "full-kv", "hybrid"):
+    for name in ("full-kv", "hybrid"):
         back = registry.rollback(HERE, "watch", "p99_ttft <= 2 s: 9 s")
         assert (back.policy.name, back.stage, back.change.why) == (
             name,
@@ -170,6 +170,29 @@ def test_rollback_goes_down_the_pile_and_never_in_circles(registry: PolicyRegist
         registry.rollback(HERE, "watch")
     registry.promote(SMALL, DeploymentStage.LIVE, HERE, "bob")
     assert registry.rollback(HERE, "bob").policy.name == "hybrid"
+
+
+def test_a_rollback_never_brings_back_what_was_thrown_out(registry: PolicyRegistry) -> None:
+    """Also not where it was live a second time below; a promotion that names it does."""
+    for policy in (SMALL, FULL, HYBRID, FULL):
+        registry.promote(policy, DeploymentStage.LIVE, HERE, "bob")
+    assert registry.rollback(HERE, "watch", "a gate broke").policy.name == "hybrid"
+    back = registry.before_live(HERE)
+    assert back is not None
+    assert back.name == SMALL.name
+    assert registry.rollback(HERE, "bob").policy.name == SMALL.name
+    registry.promote(FULL, DeploymentStage.LIVE, HERE, "bob", "after all")
+    registry.promote(HYBRID, DeploymentStage.LIVE, HERE, "bob")
+    assert registry.rollback(HERE, "bob").policy.name == "full-kv"
+
+
+def test_a_rollback_is_refused_where_all_was_thrown_out(registry: PolicyRegistry) -> None:
+    for policy in (FULL, HYBRID, FULL):
+        registry.promote(policy, DeploymentStage.LIVE, HERE, "bob")
+    assert registry.rollback(HERE, "watch", "a gate broke").policy.name == "hybrid"
+    assert registry.before_live(HERE) is None
+    with pytest.raises(RegistryError, match="has been rolled back since, full-kv the last"):
+        registry.rollback(HERE, "bob")
 
 
 def test_a_canary_ends_alone(registry: PolicyRegistry) -> None:
