@@ -134,6 +134,16 @@ def test_force_needs_a_reason_and_is_kept(path: Path) -> None:
     assert "FORCED" in ok("history")
 
 
+def test_data_says_nothing_to_the_terminal(path: Path) -> None:
+    """No escape sequence and no emoji from a name or a reason."""
+    said = ok("promote", "hybrid", "--who", "eve\x1b[31m", "--why", "a\x1b]0;title\x07 :smile:\nb")
+    shown = ok("history")
+    assert "\x1b" not in said + shown
+    assert "\x07" not in shown
+    assert "eve\\x1b[31m" in said
+    assert ":smile:" in " ".join(shown.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

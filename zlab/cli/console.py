@@ -51,8 +51,17 @@ def console() -> Console:
     return Console(
         file=sys.stdout,
         highlight=False,
+        emoji=False,  # `:name:` in data stays as it is
         width=None if sys.stdout.isatty() else PIPED_WIDTH,
         soft_wrap=False,
+    )
+
+
+def printable(text: str) -> str:
+    """Text from data with every character that a terminal would act on written as its escape."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
     )
 
 

@@ -25,7 +25,7 @@ import typer
 from rich.markup import escape
 
 from zlab.cli.client import LiveError, LiveServer, RefusedByServerError, SilentError
-from zlab.cli.console import MISSING, MisuseError, console, plain_table
+from zlab.cli.console import MISSING, MisuseError, console, plain_table, printable
 from zlab.cli.options import (
     DEFAULT_REGISTRY,
     AsJson,
@@ -97,12 +97,14 @@ def _show_history(standings: list[Deployment], changes: list[StageChange]) -> No
         )
         by = one.evidence.id[:SHORT] if one.evidence else MISSING
         table.add_row(
-            escape(one.policy.name),
+            escape(printable(one.policy.name)),
             stage,
             escape(str(one.target)),
             one.since,
             by,
-            escape(say_quality(one.evidence.quality if one.evidence else None) or MISSING),
+            escape(
+                printable(say_quality(one.evidence.quality if one.evidence else None) or MISSING)
+            ),
             one.policy.digest[:SHORT],
         )
     to.print(table)
@@ -116,10 +118,10 @@ def _show_history(standings: list[Deployment], changes: list[StageChange]) -> No
         table.add_row(
             str(change.number),
             change.at,
-            escape(change.who),
-            escape(_what(change)),
+            escape(printable(change.who)),
+            escape(printable(_what(change))),
             by,
-            escape(why),
+            escape(printable(why)),
         )
     to.print(table)
 
@@ -565,12 +567,10 @@ def show_change(change: StageChange, registry: PolicyRegistry, as_json: bool) ->
         words = f"{change.name} is {change.to_stage} for {change.target}{before}"
     by = f"evidence {change.evidence[:12]}" if change.evidence else "no evidence"
     at = f" at {change.url}" if change.url else ""
-    typer.echo(
-        f"{words}{at}: change {change.number} by {change.who}, "
-        f"{'FORCED, ' if change.forced else ''}{by}"
-    )
+    said = f"{words}{at}: change {change.number} by {change.who}, "
+    typer.echo(printable(f"{said}{'FORCED, ' if change.forced else ''}{by}"))
     if change.action is Action.PROMOTE and change.evidence:
-        typer.echo(f"judged on {registry.evidence(change.evidence).extent}")
+        typer.echo(printable(f"judged on {registry.evidence(change.evidence).extent}"))
 
 
 @with_groups
