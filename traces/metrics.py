@@ -251,7 +251,9 @@ def figures(
     for name in ("preemptions", "compressions"):
         total = float(getattr(run, name)[arrived].sum())
         found[f"{name}_per_request"] = total / number if number else None
-    found["prefix_hit_share"] = float(run.hit_tokens[arrived].sum()) / prompt if prompt else None
+    # A request that is admitted again finds its own blocks, too: at most all of its prompt counts.
+    hits = float(np.minimum(run.hit_tokens, run.prompt_tokens)[arrived].sum())
+    found["prefix_hit_share"] = hits / prompt if prompt else None
     return found
 
 

@@ -303,7 +303,8 @@ def usage_of(job: Job) -> dict[str, Any]:
     prompt = sum(map(len, job.prompts))
     outputs = [output.engine_request for output in job.outputs]
     completion = sum(len(output.output.token_ids) for output in outputs)
-    cached = sum(output.request.hit_tokens for output in outputs[:: job.request.params.n])
+    firsts = [output.request for output in outputs[:: job.request.params.n]]
+    cached = sum(min(each.hit_tokens, each.num_prompt_tokens) for each in firsts)
     compressed = [output.request for output in outputs if output.request.compressions]
     evicted = sum(max(each.total_tokens - each.cache_tokens, 0) for each in compressed)
     return {

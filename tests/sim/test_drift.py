@@ -14,7 +14,7 @@ from tests.sim.disguised import LIMITS, change_manifest, disguised
 from zlab.sim.cost_model import COEFFICIENT_UNITS, CostModel
 from zlab.sim.fidelity import FLOORS, Drift, Gap, drift
 from zlab.sim.recorded_run import RecordedRun
-from zlab.traces.metrics import FIGURES, cut, summarize
+from zlab.traces.metrics import FIGURES, Observed, cut, figures, summarize
 from zlab.traces.recording import FolderRecorder, Recording
 from zlab.traces.workload import Workload
 
@@ -196,3 +196,24 @@ def test_summaries_are_those_of_the_recording(tmp_path: Path) -> None:
     change_manifest(tmp_path / "run", source="sim")
     with pytest.raises(ValueError, match="is not the engine's"):
         RecordedRun(tmp_path / "run")
+
+
+def test_no_more_than_all_of_a_prompt_was_found_in_the_cache() -> None:
+    """A preempted request that comes back finds its own blocks again, output included."""
+    twice, never, none = np.array([50.0, 0.0]), np.array([np.nan] * 2), np.zeros(0)
+    run = Observed(
+        arrival_s=np.array([0.0, 1.0]),
+        first_s=never,
+        finish_s=never,
+        prompt_tokens=np.array([20.0, 20.0]),
+        output_tokens=np.zeros(2),
+        hit_tokens=twice,
+        preemptions=np.zeros(2),
+        compressions=np.zeros(2),
+        step_start_s=none,
+        step_end_s=none,
+        step_output_tokens=none,
+        step_running=none,
+    )
+    found = figures(run, (0.0, 2.0), np.zeros(2, dtype=bool))
+    assert found["prefix_hit_share"] == 0.5
