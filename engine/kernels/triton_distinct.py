@@ -28,7 +28,7 @@ POSITION_BITS = tl.constexpr(torch_backend.POSITION_BITS)
 POSITION_MASK = tl.constexpr(torch_backend.POSITION_MASK)
 DISTINCT = Launch(tile=64, num_warps=4, num_stages=1)
 DISTINCT_SCORES = 1024  # tokens of one step of the loops that read no keys
-LATEST = 128  # of the latest tokens, so many are compared with all others at once
+LATEST = 256  # of the latest tokens, so many are compared with all others at once
 SMALLEST_CENTRED = tl.constexpr(torch_backend.SMALLEST_CENTRED)
 SMALLEST_SPREAD = tl.constexpr(torch_backend.SMALLEST_SPREAD)
 
