@@ -13,6 +13,7 @@ import triton.language as tl
 from zlab.engine.kernels import torch_backend
 from zlab.engine.kernels.interface import DistinctWeights
 from zlab.engine.kernels.triton_common import (
+    SMALLEST_DOT,
     Launch,
     check_cache,
     dot_precision,
@@ -439,7 +440,7 @@ def distinct_score(
         weights.sharpness,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
-        PAD_HALF=power_of_2(head_dim // 2),
+        PAD_HALF=max(SMALLEST_DOT, power_of_2(head_dim // 2)),
         BLOCK_SIZE=block_size,
         TILE=DISTINCT.tile,
         LATEST=min(num_latest, LATEST),
