@@ -424,6 +424,7 @@ class LLM:
         """Abort the requests that still run. Blocks that a copy in flight uses are freed in the
         next step.
         """
+        self.engine.drain()  # a step in flight may end a request that looks alive
         for job in jobs:
             for sequence in job.sequences:
                 if sequence.request.status is Status.LIVE:

@@ -116,6 +116,31 @@ def test_a_stream_that_nobody_listens_to_ends(shared: LLM) -> None:
     assert not shared.engine.sequences
 
 
+def test_a_step_in_flight_may_end_a_request_that_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen on a GPU: Ctrl-C while the step that ends a request was under way."""
+    with llm() as one:
+        drain, seen, ended = one.engine.drain, [0], list[str]()
+
+        def on_step() -> None:
+            seen[0] += 1
+            if seen[0] == 3:
+                raise KeyboardInterrupt
+
+        def drain_and_end_one() -> None:
+            drain()
+            if seen[0] == 3 and not ended:
+                ended.extend(request.id for request in one.engine.scheduler.live())
+                one.engine.scheduler.abort(ended[0], one.engine.now_ns())
+
+        monkeypatch.setattr(one.engine, "drain", drain_and_end_one)
+        with pytest.raises(KeyboardInterrupt):
+            list(one.as_completed([prompt(1, 5), prompt(2, 6)], PARAMS, on_step))
+        assert len(ended) == 2
+        assert not list(one.engine.scheduler.live())
+
+
 def test_what_can_never_be_served_is_refused_before_anything_runs(shared: LLM) -> None:
     with pytest.raises(
         RefusedError, match=r"prompt 1 can't be served: the prompt has 250 tokens.*limit is 200"
