@@ -1,7 +1,6 @@
 """Reduce a recorded run of the engine to a few figures, and find the shared data.
 
-Nothing here needs torch, so that a recording can be judged on a machine without it. What measures
-imports this module and must not need SimPy, which the machine with the GPU does not have.
+Nothing here needs torch, so that a recording can be judged on a machine without it.
 """
 
 from math import floor, log10
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from zlab.sim.recorded_run import KINDS, RecordedRun
 from zlab.traces.metrics import column, summarize
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -99,8 +99,6 @@ def steps_by_kind(steps: pa.Table, kinds: npt.NDArray[np.int64]) -> dict[str, di
 
     `kinds` holds a place in `zlab.sim.recorded_run.KINDS` for each step.
     """
-    from zlab.sim.recorded_run import KINDS  # noqa: PLC0415 - it needs SimPy, measuring does not
-
     milliseconds = (column(steps, "end_s") - column(steps, "start_s")) * 1e3
     found = {}
     for place, kind in enumerate(KINDS):
@@ -131,8 +129,6 @@ def figures_of(folder: Path, tokens_asked: int) -> dict[str, Any]:
     Refused requests do not count. Raises RecordingError when the recording is damaged or holds no
     step.
     """
-    from zlab.sim.recorded_run import RecordedRun  # noqa: PLC0415 - as above
-
     run = RecordedRun(folder)
     summary = summarize(run.requests, run.steps, run.manifest)
     refused = np.array(
