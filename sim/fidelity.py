@@ -381,7 +381,8 @@ def drift(
         run: The recording.
         cost: What a step costs.
         policy: The policy to predict; None selects the recording's own policy with its changes.
-        num_windows: Number of time windows of equal length.
+        num_windows: Number of time windows of equal length, from the first arrival to the last
+            step.
 
     Returns:
         Live and predicted metrics.
@@ -420,7 +421,7 @@ def drift(
         whole=_window(live, predicted, (live.span, predicted.span), counted),
         windows=tuple(
             _window(live, predicted, (each, each), counted)
-            for each in cut(_arrivals(live), max(num_windows, 1))
+            for each in cut(_whole_time(live), max(num_windows, 1))
         ),
         num_compared=int(counted.sum()),
         live_summary=summarize(run.requests, run.steps, {**run.manifest, **pool}),
@@ -428,12 +429,13 @@ def drift(
     )
 
 
-def _arrivals(run: Observed) -> tuple[float, float]:
-    """Return the time span of the arrivals. If all requests arrived at once, return the span of the
-    whole run.
+def _whole_time(run: Observed) -> tuple[float, float]:
+    """Return the time span from the first arrival to the end of the last step, which it contains.
+
+    The tail behind the last arrival belongs to it: what finishes late is late there.
     """
-    start, end = float(run.arrival_s.min()), float(run.arrival_s.max())
-    return (start, float(np.nextafter(end, np.inf))) if end > start else run.span
+    start, end = run.span
+    return min(start, float(run.arrival_s.min())), float(np.nextafter(end, np.inf))
 
 
 def _window(

@@ -34,6 +34,10 @@ stop() { # drain: the first SIGTERM lets what runs finish
   trap - EXIT
 }
 
+rollbacks() { # how often the watch has rolled back, earlier runs in this folder included
+  zlab history --gpu l40s --model smollm2-135m --json | { grep -o '"who": *"watch"' || true; } | wc -l
+}
+
 say "1. record: a day's traffic under full-kv; lengths, times and salted prefixes, no text"
 ZLAB_REGISTRY='' serve --policy full-kv --record "$out/live"
 python3 "$here/traffic.py" "$url"
@@ -52,13 +56,14 @@ say "4. serve what the registry has live, and watch it"
 serve "${card[@]}" --gates "$here/story-watch.toml" --watch-min-requests 4 --record "$out/watched"
 python3 "$here/traffic.py" "$url" --seed 1
 
+before=$(rollbacks)
 say "5. somebody puts full-kv back, past the evidence, while the server runs ..."
 zlab promote full-kv --to live --gpu l40s --model smollm2-135m --force --why "a hunch" --live "$url"
 python3 "$here/traffic.py" "$url" --seed 2 --requests 16
 
 say "6. ... the gate breaks, the watch rolls back, no request is lost, and the history says why"
 for _ in $(seq 150); do # the registry's note follows the rollback itself
-  zlab history --gpu l40s --model smollm2-135m --json | grep -q '"who": *"watch"' && break
+  [ "$(rollbacks)" -gt "$before" ] && break
   sleep 0.2
 done
 stop
